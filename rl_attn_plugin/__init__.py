@@ -1,0 +1,29 @@
+"""Attention that RL trainers and rollout workers share, and the tools that prove they agree.
+
+Importing this package needs torch alone; kernels and frameworks are imported when they are used.
+"""
+
+from __future__ import annotations
+
+from rl_attn_plugin.modules import FlashAttention
+from rl_attn_plugin.ops.attention import flash_attention, flash_attention_paged, flash_attention_varlen
+from rl_attn_plugin.ops.cache import merge_attention, write_kv_cache
+from rl_attn_plugin.ops.rope import apply_rope
+from rl_attn_plugin.types import AttentionOutput, Impl, PagedPlan, Rope, Schedule
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionOutput",
+    "FlashAttention",
+    "Impl",
+    "PagedPlan",
+    "Rope",
+    "Schedule",
+    "apply_rope",
+    "flash_attention",
+    "flash_attention_paged",
+    "flash_attention_varlen",
+    "merge_attention",
+    "write_kv_cache",
+]

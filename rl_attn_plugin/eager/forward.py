@@ -1,0 +1,284 @@
+"""The forward of ``impl="torch"``: blocks of keys at absolute positions, splits merged in ascending order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_attn_plugin.eager.sequences import KeyGather, Sequence, sequences
+from rl_attn_plugin.types import Layout, Options, PagedPlan
+
+# Rows of one query tile: (position, head of the group) pairs at absolute multiples of this. Small, because a
+# decode step has G real rows a kv head and pays for the rest; measured cheapest on CPU.
+TILE_ROWS = 8
+# Sequences of at least this many tiles run alone, sharing one stride-0 key block over their tiles; smaller
+# ones (decode) run as one batch. Both meet the same matrix shapes, so the choice does not change bits.
+_TILES_ALONE = 8
+
+State = tuple[Tensor, Tensor, Tensor]  # (m, l, acc): row maximum, row sum, unnormalised output
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    options: Options,
+    *,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor | None,
+    plan: PagedPlan | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention by the schedule; see `rl_attn_plugin.types` for the meaning of every argument.
+
+    ``plan`` spreads work over a GPU's programs and is of no use here.
+
+    Returns:
+        ``out`` in ``options.out_dtype``, fp32 ``lse`` (``[Hq, T]`` or ``[B, Hq, S]``), and fp32
+        ``max_logits`` ``[Hq]`` (``[0]`` unless asked for).
+    """
+    dense, paged = layout.cu_seqlens_q is None, layout.block_table is not None
+    heads, v_dim = q.shape[-2], v.shape[-1]
+    every = sequences(q, k, layout, options)
+    rows = q.reshape(-1, heads, q.shape[-1])
+    if not paged:
+        k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
+    flat_out = q.new_zeros(rows.shape[0], heads, v_dim, dtype=torch.float32)
+    flat_lse = q.new_full((rows.shape[0], heads), -torch.inf, dtype=torch.float32)
+    maxima = q.new_full((heads,), -torch.inf, dtype=torch.float32)
+
+    groups = heads // k.shape[-2]
+    for group in _grouped(every, groups):
+        tiles = _Tiles(group, groups, rows.device)
+        result, lse, maximum = _attend(tiles, rows, k, v, layout, options, paged, sinks, k_scale, v_scale)
+        flat_out[tiles.source] = tiles.collect(result)
+        flat_lse[tiles.source] = tiles.collect(lse[..., None])[..., 0]
+        maxima = torch.maximum(maxima, maximum)
+
+    result = flat_out.to(options.out_dtype).view(*q.shape[:-1], v_dim)
+    lse = flat_lse.view(q.shape[0], q.shape[1], heads).transpose(1, 2) if dense else flat_lse.t()
+    if out is not None:
+        result = out.copy_(result)
+    return result, lse.contiguous(), maxima if options.return_max_logits else maxima.new_empty(0)
+
+
+def _grouped(every: list[Sequence], groups: int) -> list[list[Sequence]]:
+    """Sequences to run together: each large one alone, small ones by their tile count rounded up."""
+    together: dict[int, list[Sequence]] = {}
+    for sequence in every:
+        if sequence.num_q == 0:
+            continue
+        count = _tile_span(sequence, groups)[1]
+        key = -1 - sequence.index if count >= _TILES_ALONE else 1 << (count - 1).bit_length()
+        together.setdefault(max(key, 2) if key > 0 else key, []).append(sequence)
+    return list(together.values())
+
+
+def _tile_span(sequence: Sequence, groups: int) -> tuple[int, int]:
+    """First tile (in absolute tile units) and number of tiles of a sequence."""
+    first = sequence.first_position * groups // TILE_ROWS
+    last = ((sequence.first_position + sequence.num_q) * groups - 1) // TILE_ROWS
+    return first, last - first + 1
+
+
+class _Tiles:
+    """Query rows of a group of sequences, laid out ``[n, Hkv, tiles, TILE_ROWS]``.
+
+    Row ``r`` of a sequence's tiles is the pair (position ``r // G``, group head ``r % G``) in absolute
+    units, so a query lies at the same place of a tile in prefill, in any chunk, and in decode.
+    """
+
+    def __init__(self, group: list[Sequence], groups: int, device: torch.device) -> None:
+        spans = [_tile_span(s, groups) for s in group]
+        self.group, self.groups = group, groups
+        self.count = max(count for _, count in spans)
+        source: list[int] = []
+        target: list[int] = []
+        for n, (s, (first, _)) in enumerate(zip(group, spans, strict=True)):
+            source += range(s.q_row, s.q_row + s.num_q)
+            begin = n * self.count * TILE_ROWS + s.first_position * groups - first * TILE_ROWS
+            target += range(begin, begin + s.num_q * groups, groups)
+        self.source = torch.tensor(source, device=device)
+        self._target = torch.tensor(target, device=device)[:, None] + torch.arange(groups, device=device)
+        firsts = torch.tensor([first for first, _ in spans], device=device)[:, None] * TILE_ROWS
+        packed = firsts + torch.arange(self.count * TILE_ROWS, device=device)
+        self.positions = torch.div(packed, groups, rounding_mode="floor")  # [n, rows]
+        self.head = packed % groups  # [n, rows], the head inside its group
+        begin = torch.tensor([s.first_position for s in group], device=device)[:, None]
+        end = begin + torch.tensor([s.num_q for s in group], device=device)[:, None]
+        self.real = (self.positions >= begin) & (self.positions < end)
+        self.first_positions = [first * TILE_ROWS // groups for first, _ in spans]
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """``[T, Hq, D]`` -> fp32 ``[n, Hkv, tiles, TILE_ROWS, D]``; places without a query are 0."""
+        heads, dim = rows.shape[-2] // self.groups, rows.shape[-1]
+        picked = rows[self.source].float().view(-1, heads, self.groups, dim).transpose(1, 2)
+        buffer = picked.new_zeros(len(self.group) * self.count * TILE_ROWS, heads, dim)
+        buffer[self._target] = picked
+        return buffer.view(len(self.group), -1, heads, dim).transpose(1, 2).unflatten(2, (self.count, -1)).contiguous()
+
+    def collect(self, tiles: Tensor) -> Tensor:
+        """The inverse of `spread`: ``[n, Hkv, tiles, TILE_ROWS, D]`` -> ``[rows, Hq, D]`` in `source` order."""
+        heads, dim = tiles.shape[1], tiles.shape[-1]
+        flat = tiles.flatten(2, 3).transpose(1, 2).reshape(-1, heads, dim)
+        return flat[self._target].transpose(1, 2).reshape(-1, heads * self.groups, dim)
+
+    def head_values(self, per_head: Tensor) -> Tensor:
+        """``[Hq]`` -> ``[n, Hkv, tiles, TILE_ROWS]``: the value of each row's head."""
+        values = per_head.float().view(-1, self.groups)[:, self.head]  # [Hkv, n, rows]
+        return values.transpose(0, 1).unflatten(-1, (self.count, TILE_ROWS)).contiguous()
+
+    def head_maxima(self, scores: Tensor, live: slice) -> Tensor:
+        """fp32 ``[Hkv, G]``: the largest of some tiles' scores, head by head."""
+        rows = scores.amax(-1)
+        head = self.head.unflatten(-1, (self.count, TILE_ROWS))[:, None, live]
+        return torch.stack(
+            [torch.where(head == g, rows, -torch.inf).amax((0, 2, 3)) for g in range(self.groups)], dim=-1
+        )
+
+
+def _attend(
+    tiles: _Tiles,
+    rows: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    options: Options,
+    paged: bool,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    queries = tiles.spread(rows)
+    shape = queries.shape[:-1]
+    total = _fresh(shape, v.shape[-1], queries)
+    if sinks is not None:
+        total = (tiles.head_values(sinks), torch.ones_like(total[1]), total[2])
+    maximum = queries.new_full((shape[1], tiles.groups), -torch.inf)
+
+    block_k, split_k = options.block_k, options.split_k
+    first, stop = _block_range(tiles, options)
+    if first < stop:
+        positions = torch.arange(first * block_k, stop * block_k, device=rows.device)
+        gather = KeyGather(tiles.group, positions, layout, paged)
+        state = _fresh(shape, v.shape[-1], queries)
+        for block in range(first, stop):
+            at = (block - first) * block_k
+            live = _live_tiles(tiles, block, options)
+            if live.start < live.stop:
+                keys = gather.read(k, at, at + block_k, k_scale)
+                values = gather.read(v, at, at + block_k, v_scale)
+                scores = _product(queries[:, :, live], keys.transpose(-1, -2)) * options.scale
+                if options.softcap:
+                    scores = torch.tanh(scores / options.softcap) * options.softcap
+                seen = _visible(tiles, gather, positions, at, block_k, live, options)
+                scores = torch.where(seen[:, None], scores, -torch.inf)
+                if options.return_max_logits:
+                    maximum = torch.maximum(maximum, tiles.head_maxima(scores, live))
+                m, l, acc = (x[:, :, live] for x in state)
+                new = _online(m, l, acc, scores, values)
+                for old, updated in zip(state, new, strict=True):
+                    old[:, :, live] = updated
+            if (block + 1) * block_k % split_k == 0 or block + 1 == stop:
+                total = _merge(total, state)
+                state = _fresh(shape, v.shape[-1], queries)
+    m, l, acc = total
+    empty = l == 0
+    out = torch.where(empty[..., None], 0.0, acc / torch.where(empty, 1.0, l)[..., None])
+    lse = torch.where(empty, -torch.inf, m + torch.log(torch.where(empty, 1.0, l)))
+    return out, lse, maximum.flatten()
+
+
+def _fresh(shape: torch.Size, v_dim: int, like: Tensor) -> State:
+    return like.new_full(shape, -torch.inf), like.new_zeros(shape), like.new_zeros(*shape, v_dim)
+
+
+def _block_range(tiles: _Tiles, options: Options) -> tuple[int, int]:
+    """Key blocks (absolute) that any row of the group can see."""
+    begins, ends = [], []
+    for s in tiles.group:
+        low, high = s.kv_start, s.kv_start + s.num_k
+        if options.window_left >= 0:
+            low = max(low, s.first_position - options.window_left)
+        if options.window_right >= 0:
+            high = min(high, s.first_position + s.num_q + options.window_right)
+        if low < high:
+            begins.append(low // options.block_k)
+            ends.append(-(-high // options.block_k))
+    return (min(begins), max(ends)) if begins else (0, 0)
+
+
+def _live_tiles(tiles: _Tiles, block: int, options: Options) -> slice:
+    """Tiles with a row that the window lets see some key of the block, over all sequences of the group.
+
+    Leaving a tile out is exact: a block that is masked for a row leaves its state untouched bit for bit.
+    """
+    low, high = block * options.block_k, (block + 1) * options.block_k - 1
+    start, stop = tiles.count, 0
+    for first in tiles.first_positions:
+        begin, end = 0, tiles.count
+        if options.window_right >= 0:  # needs position >= low - window_right
+            begin = (low - options.window_right - first) * tiles.groups // TILE_ROWS
+        if options.window_left >= 0:  # needs position <= high + window_left
+            end = (high + options.window_left + 1 - first) * tiles.groups // TILE_ROWS + 1
+        # `first` is rounded down, so widen by one tile: too many is slower, too few is wrong
+        start, stop = min(start, max(begin - 1, 0)), max(stop, min(end + 1, tiles.count))
+    return slice(start, max(start, stop))
+
+
+def _visible(
+    tiles: _Tiles, gather: KeyGather, positions: Tensor, at: int, block_k: int, live: slice, options: Options
+) -> Tensor:
+    """bool ``[n, tiles, TILE_ROWS, block_k]``: which keys of the block each row sees."""
+    span = slice(live.start * TILE_ROWS, live.stop * TILE_ROWS)
+    p = tiles.positions[:, span, None]
+    c = positions[at : at + block_k]
+    seen = tiles.real[:, span, None] & gather.visible[:, None, at : at + block_k]
+    if options.window_right >= 0:
+        seen = seen & (c <= p + options.window_right)
+    if options.window_left >= 0:
+        seen = seen & (c >= p - options.window_left)
+    return seen.unflatten(1, (-1, TILE_ROWS))
+
+
+def _product(tiles: Tensor, matrix: Tensor) -> Tensor:
+    """``[n, Hkv, t, 8, X] @ [n, Hkv, X, Y]`` as one batch of fixed ``[8, X] x [X, Y]`` products.
+
+    The right operand always reaches the product as the transposed view of a contiguous ``[Y, X]``: another
+    memory layout may pick another kernel, and so other bits.
+    """
+    n, heads, count = tiles.shape[:3]
+    turned = matrix.transpose(-1, -2)
+    if count < _TILES_ALONE:
+        wide = turned[:, :, None].expand(-1, -1, count, -1, -1).contiguous().flatten(0, 2)
+        return torch.bmm(tiles.flatten(0, 2), wide.transpose(1, 2)).view(n, heads, count, TILE_ROWS, -1)
+    turned = turned.contiguous()
+    parts = [
+        torch.bmm(tiles[i, h], turned[i, h].expand(count, -1, -1).transpose(1, 2))
+        for i in range(n)
+        for h in range(heads)
+    ]
+    return torch.stack(parts).view(n, heads, count, TILE_ROWS, -1)
+
+
+def _online(m: Tensor, l: Tensor, acc: Tensor, scores: Tensor, values: Tensor) -> State:
+    """One block of the online softmax. A row that sees nothing of the block keeps its state exactly.
+
+    ``torch.exp`` and not ``exp2``: the latter's vector and scalar code differ, so its bits depend on where
+    an element lies in the tensor.
+    """
+    new_m = torch.maximum(m, scores.amax(-1))
+    safe = torch.where(new_m == -torch.inf, 0.0, new_m)
+    p = torch.exp(scores - safe[..., None])
+    alpha = torch.exp(m - safe)
+    return new_m, l * alpha + p.sum(-1), acc * alpha[..., None] + _product(p, values)
+
+
+def _merge(total: State, part: State) -> State:
+    (big_m, big_l, big_acc), (m, l, acc) = total, part
+    new_m = torch.maximum(big_m, m)
+    safe = torch.where(new_m == -torch.inf, 0.0, new_m)
+    a, b = torch.exp(big_m - safe), torch.exp(m - safe)
+    return new_m, big_l * a + l * b, big_acc * a[..., None] + acc * b[..., None]

@@ -1,0 +1,1 @@
+"""torch.library schemas, fakes and gradients, and the public functions that validate, choose and call."""

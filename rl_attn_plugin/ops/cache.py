@@ -1,0 +1,114 @@
+"""Public functions around the cache: merging partials, writing keys and values, planning a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_attn_plugin import validation
+from rl_attn_plugin.ops import contracts as contracts  # registers the operators
+from rl_attn_plugin.ops.dispatch import resolve_impl
+from rl_attn_plugin.ops.rope import apply_rope
+from rl_attn_plugin.types import AttentionOutput, Impl, Rope
+
+
+def merge_attention(outs: Tensor, lses: Tensor, *, impl: Impl | str = Impl.AUTO) -> AttentionOutput:
+    """Merge partial attentions over disjoint keys, in order along the first dimension.
+
+    Normalised partials and natural-log LSE in, the same out; fp32 arithmetic, differentiable. A ``-inf``
+    partial leaves the others exactly as they were, two give ``(0, -inf)``, and ``+inf`` with a zero output
+    (some libraries' empty row) counts as ``-inf``. Not the same bits as one attention over all keys:
+    kernels merge unnormalised states.
+
+    Args:
+        outs: ``[P, T, Hq, Dv]`` or ``[P, B, S, Hq, Dv]``; use ``out_dtype=torch.float32`` for partials.
+        lses: fp32 ``[P, Hq, T]`` or ``[P, B, Hq, S]``.
+        impl: see `flash_attention`.
+
+    Returns:
+        ``out`` in ``outs``' dtype and fp32 ``lse``.
+
+    Raises:
+        ValueError: with every reason.
+    """
+    why = validation.Reasons("merge_attention")
+    if why.need(
+        outs.dim() in (4, 5), f"outs must be [P, T, Hq, Dv] or [P, B, S, Hq, Dv], got {validation.shape(outs)}"
+    ):
+        *lead, tokens, heads, _ = outs.shape
+        expected = [*lead, heads, tokens]
+        why.need(validation.shape(lses) == expected, f"lses must be {expected}, got {validation.shape(lses)}")
+        why.need(outs.shape[0] > 0, f"outs must hold at least one partial, got {outs.shape[0]}")
+    why.need(outs.dtype in validation.DTYPES, f"outs must be float16, bfloat16 or float32, got {outs.dtype}")
+    why.need(lses.dtype == torch.float32, f"lses must be float32, got {lses.dtype}")
+    why.need(lses.device == outs.device, f"lses must be on outs' device {outs.device}, got {lses.device}")
+    why.done()
+    out, lse = torch.ops.rl_attn.merge_attention(outs, lses, resolve_impl(impl, outs.device).value)
+    return AttentionOutput(out, lse)
+
+
+def write_kv_cache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    rope: Rope | None = None,
+    impl: Impl | str = Impl.AUTO,
+) -> None:
+    """Write new keys and values into the pages of a cache, in place.
+
+    Args:
+        k: ``[T, Hkv, D]``.
+        v: ``[T, Hkv, Dv]``.
+        k_cache: ``[num_pages, page_size, Hkv, D]``, any strides; k's dtype or float8_e4m3fn with scales.
+        v_cache: ``[num_pages, page_size, Hkv, Dv]``.
+        slot_mapping: int32 or int64 ``[T]``: ``page * page_size + offset``, or -1 to skip a token.
+        k_scale: scalar or ``[Hkv]``: stored = value / scale, saturating.
+        v_scale: as ``k_scale``.
+        rope: rotate k first, at ``rope.positions [T]``.
+        impl: see `flash_attention`.
+
+    Raises:
+        ValueError: with every reason.
+    """
+    why = validation.Reasons("write_kv_cache")
+    for name, x in (("k", k), ("v", v)):
+        why.need(x.dim() == 3, f"{name} must be [T, Hkv, D], got {validation.shape(x)}")
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        why.need(x.dim() == 4, f"{name} must be [num_pages, page_size, Hkv, D], got {validation.shape(x)}")
+    why.done()
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        why.need(
+            x.shape[1:] == cache.shape[2:],
+            f"{name} must have {name}_cache's heads and head dim {list(cache.shape[2:])}, got {list(x.shape[1:])}",
+        )
+        why.need(
+            cache.dtype in (x.dtype, torch.float8_e4m3fn),
+            f"{name}_cache must be {x.dtype} or torch.float8_e4m3fn, got {cache.dtype}",
+        )
+        why.need(cache.device == x.device, f"{name}_cache must be on {name}'s device {x.device}, got {cache.device}")
+    validation.check_scale(why, "k_scale", k_scale, k_cache)
+    validation.check_scale(why, "v_scale", v_scale, v_cache)
+    why.need(
+        k_cache.shape[:2] == v_cache.shape[:2],
+        f"k_cache and v_cache must have equal pages, got {list(k_cache.shape[:2])} and {list(v_cache.shape[:2])}",
+    )
+    why.need(
+        validation.shape(slot_mapping) == [k.shape[0]] and k.shape[0] == v.shape[0],
+        f"k, v and slot_mapping must have equal tokens, got {k.shape[0]}, {v.shape[0]} and "
+        f"{validation.shape(slot_mapping)}",
+    )
+    why.need(
+        slot_mapping.dtype in (torch.int32, torch.int64),
+        f"slot_mapping must be int32 or int64, got {slot_mapping.dtype}",
+    )
+    why.need(slot_mapping.device == k.device, f"slot_mapping must be on k's device {k.device}, got {slot_mapping.device}")
+    why.done()
+    chosen = resolve_impl(impl, k.device)
+    if rope is not None:
+        k = apply_rope(k, rope, impl=chosen)
+    torch.ops.rl_attn.write_kv_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, chosen.value)
