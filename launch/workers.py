@@ -1,0 +1,95 @@
+"""The two sides as plain classes; the job makes Ray actors of them.
+
+Both are stateless between calls but for the model: a call depends on its arguments alone, so a worker that died is
+replaced by a new one and the shard is simply done again.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_attn_plugin.launch.config import Sampling
+from rl_attn_plugin.launch.policies.base import Policy, PolicyIdentity, PolicySpec
+from rl_attn_plugin.launch.rollout import (
+    Completion,
+    Request,
+    record_given,
+    replay_chunked,
+    replay_decode,
+    sample_and_record,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """Log-probs of the completion tokens of a shard, one fp32 array a sample, and the seconds they took."""
+
+    logps: list[np.ndarray]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """The tokens of a shard with the log-probs recorded while they were drawn."""
+
+    completions: list[Completion]
+    recorded: Scored
+
+
+class _Worker:
+    def load(self, spec: PolicySpec) -> PolicyIdentity:
+        """Loads the model and says what was loaded.
+
+        Not done by the constructor, so that an error in it is this call's error and not the death of an actor.
+        """
+        self._policy: Policy = load_policy(spec)
+        return self._policy.identity()
+
+    def peak_mib(self) -> int:
+        """Most memory this process has held, in MiB."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+class TrainerWorker(_Worker):
+    """Scores whole sequences the way a trainer does: one packed full prefill."""
+
+    def score(
+        self, arm: str, requests: Sequence[Request], sampled: Sampled, temperature: float
+    ) -> Scored:
+        """Log-probs of the completions of a shard."""
+        start = time.perf_counter()
+        pairs = list(zip(requests, sampled.completions, strict=True))
+        scores = self._policy.score(arm, [[*request.prompt, *done.tokens] for request, done in pairs], temperature)
+        logps = [score[len(request.prompt) :].cpu().numpy() for score, (request, _) in zip(scores, pairs, strict=True)]
+        return Scored(logps=logps, seconds=time.perf_counter() - start)
+
+
+class RolloutWorker(_Worker):
+    """Samples with chunked prefill and decode, records, and replays given tokens."""
+
+    def sample(self, arm: str, requests: Sequence[Request], sampling: Sampling, chunk_size: int) -> Sampled:
+        """Draws the completions of a shard with the arm's attention."""
+        start = time.perf_counter()
+        completions, logps = sample_and_record(self._policy, arm, requests, sampling, chunk_size)
+        return Sampled(completions=completions, recorded=Scored(logps=logps, seconds=time.perf_counter() - start))
+
+    def replay(
+        self, arm: str, path: str, requests: Sequence[Request], sampled: Sampled, sampling: Sampling, chunk_size: int
+    ) -> Scored:
+        """Log-probs of given completions along ``path``: ``recorded``, ``chunked_prefill`` or ``decode_replay``."""
+        replay = {"recorded": record_given, "chunked_prefill": replay_chunked, "decode_replay": replay_decode}[path]
+        start = time.perf_counter()
+        logps = replay(self._policy, arm, requests, sampled.completions, sampling, chunk_size)
+        return Scored(logps=logps, seconds=time.perf_counter() - start)
+
+
+def load_policy(spec: PolicySpec) -> Policy:
+    """The policy that ``spec`` asks for."""
+    from rl_attn_plugin.launch.policies.transformers import TransformersPolicy
+
+    return TransformersPolicy(spec)
