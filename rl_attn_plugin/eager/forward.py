@@ -8,11 +8,12 @@ from torch import Tensor
 from rl_attn_plugin.eager.sequences import KeyGather, Sequence, sequences
 from rl_attn_plugin.types import Layout, Options, PagedPlan
 
-# Rows of one query tile: (position, head of the group) pairs at absolute multiples of this. Small, because a
-# decode step has G real rows a kv head and pays for the rest; measured cheapest on CPU.
+# Rows of one query tile. A position takes as many of them as its group has heads, rounded up to a power of
+# two. Small, because a decode step has one position a sequence and pays for the rest.
 TILE_ROWS = 8
-# Sequences of at least this many tiles run alone, sharing one stride-0 key block over their tiles; smaller
-# ones (decode) run as one batch. Both meet the same matrix shapes, so the choice does not change bits.
+# Sequences of at least this many tiles run alone and block by block, sharing one stride-0 key block over
+# their tiles; smaller ones (decode) run as one batch over sequences and blocks. Both meet the same matrix
+# shapes, so the choice does not change bits.
 _TILES_ALONE = 8
 
 State = tuple[Tensor, Tensor, Tensor]  # (m, l, acc): row maximum, row sum, unnormalised output
@@ -76,40 +77,45 @@ def _grouped(every: list[Sequence], groups: int) -> list[list[Sequence]]:
     return list(together.values())
 
 
+def _rows_a_position(groups: int) -> int:
+    return 1 << (groups - 1).bit_length()
+
+
 def _tile_span(sequence: Sequence, groups: int) -> tuple[int, int]:
     """First tile (in absolute tile units) and number of tiles of a sequence."""
-    first = sequence.first_position * groups // TILE_ROWS
-    last = ((sequence.first_position + sequence.num_q) * groups - 1) // TILE_ROWS
+    pitch = _rows_a_position(groups)
+    first = sequence.first_position * pitch // TILE_ROWS
+    last = ((sequence.first_position + sequence.num_q) * pitch - 1) // TILE_ROWS
     return first, last - first + 1
 
 
 class _Tiles:
     """Query rows of a group of sequences, laid out ``[n, Hkv, tiles, TILE_ROWS]``.
 
-    Row ``r`` of a sequence's tiles is the pair (position ``r // G``, group head ``r % G``) in absolute
-    units, so a query lies at the same place of a tile in prefill, in any chunk, and in decode.
+    Row ``r`` of a sequence's tiles is the pair (position ``r // pitch``, group head ``r % pitch``) in
+    absolute units, so a query lies at the same place of a tile in prefill, in any chunk, and in decode.
     """
 
     def __init__(self, group: list[Sequence], groups: int, device: torch.device) -> None:
         spans = [_tile_span(s, groups) for s in group]
-        self.group, self.groups = group, groups
+        self.group, self.groups, self.pitch = group, groups, _rows_a_position(groups)
         self.count = max(count for _, count in spans)
         source: list[int] = []
         target: list[int] = []
         for n, (s, (first, _)) in enumerate(zip(group, spans, strict=True)):
             source += range(s.q_row, s.q_row + s.num_q)
-            begin = n * self.count * TILE_ROWS + s.first_position * groups - first * TILE_ROWS
-            target += range(begin, begin + s.num_q * groups, groups)
+            begin = (n * self.count - first) * TILE_ROWS + s.first_position * self.pitch
+            target += range(begin, begin + s.num_q * self.pitch, self.pitch)
         self.source = torch.tensor(source, device=device)
         self._target = torch.tensor(target, device=device)[:, None] + torch.arange(groups, device=device)
         firsts = torch.tensor([first for first, _ in spans], device=device)[:, None] * TILE_ROWS
         packed = firsts + torch.arange(self.count * TILE_ROWS, device=device)
-        self.positions = torch.div(packed, groups, rounding_mode="floor")  # [n, rows]
-        self.head = packed % groups  # [n, rows], the head inside its group
-        begin = torch.tensor([s.first_position for s in group], device=device)[:, None]
-        end = begin + torch.tensor([s.num_q for s in group], device=device)[:, None]
-        self.real = (self.positions >= begin) & (self.positions < end)
-        self.first_positions = [first * TILE_ROWS // groups for first, _ in spans]
+        self.positions = torch.div(packed, self.pitch, rounding_mode="floor")  # [n, rows]
+        self.head = packed % self.pitch  # [n, rows], the head inside its group
+        begin_at = torch.tensor([s.first_position for s in group], device=device)[:, None]
+        end_at = begin_at + torch.tensor([s.num_q for s in group], device=device)[:, None]
+        self.real = (self.positions >= begin_at) & (self.positions < end_at) & (self.head < groups)
+        self.first_positions = [first * TILE_ROWS // self.pitch for first, _ in spans]
 
     def spread(self, rows: Tensor) -> Tensor:
         """``[T, Hq, D]`` -> fp32 ``[n, Hkv, tiles, TILE_ROWS, D]``; places without a query are 0."""
@@ -127,15 +133,14 @@ class _Tiles:
 
     def head_values(self, per_head: Tensor) -> Tensor:
         """``[Hq]`` -> ``[n, Hkv, tiles, TILE_ROWS]``: the value of each row's head."""
-        values = per_head.float().view(-1, self.groups)[:, self.head]  # [Hkv, n, rows]
+        values = per_head.float().view(-1, self.groups)[:, self.head.clamp(max=self.groups - 1)]  # [Hkv, n, rows]
         return values.transpose(0, 1).unflatten(-1, (self.count, TILE_ROWS)).contiguous()
 
-    def head_maxima(self, scores: Tensor, live: slice) -> Tensor:
-        """fp32 ``[Hkv, G]``: the largest of some tiles' scores, head by head."""
-        rows = scores.amax(-1)
-        head = self.head.unflatten(-1, (self.count, TILE_ROWS))[:, None, live]
+    def head_maxima(self, row_maxima: Tensor, live: slice) -> Tensor:
+        """``[n, Hkv, blocks, tiles, TILE_ROWS]`` maxima of some tiles' rows -> ``[Hkv, G]``."""
+        head = self.head.unflatten(-1, (self.count, TILE_ROWS))[:, None, None, live]
         return torch.stack(
-            [torch.where(head == g, rows, -torch.inf).amax((0, 2, 3)) for g in range(self.groups)], dim=-1
+            [torch.where(head == g, row_maxima, -torch.inf).amax((0, 2, 3, 4)) for g in range(self.groups)], dim=-1
         )
 
 
@@ -158,32 +163,33 @@ def _attend(
         total = (tiles.head_values(sinks), torch.ones_like(total[1]), total[2])
     maximum = queries.new_full((shape[1], tiles.groups), -torch.inf)
 
-    block_k, split_k = options.block_k, options.split_k
+    alone = tiles.count >= _TILES_ALONE
     first, stop = _block_range(tiles, options)
-    if first < stop:
-        positions = torch.arange(first * block_k, stop * block_k, device=rows.device)
-        gather = KeyGather(tiles.group, positions, layout, paged)
+    per_split = options.split_k // options.block_k
+    for begin in range(first, stop):
+        if begin != first and begin % per_split:
+            continue  # not the first block of a split
+        end = min(stop, (begin // per_split + 1) * per_split)
+        positions = torch.arange(begin * options.block_k, end * options.block_k, device=rows.device)
+        gather = KeyGather(tiles.group, positions, options.block_k, layout, paged)
+        keys = gather.blocks(k, k_scale, zero_invisible=False)
+        values = gather.blocks(v, v_scale, zero_invisible=True)
         state = _fresh(shape, v.shape[-1], queries)
-        for block in range(first, stop):
-            at = (block - first) * block_k
-            live = _live_tiles(tiles, block, options)
-            if live.start < live.stop:
-                keys = gather.read(k, at, at + block_k, k_scale)
-                values = gather.read(v, at, at + block_k, v_scale)
-                scores = _product(queries[:, :, live], keys.transpose(-1, -2)) * options.scale
-                if options.softcap:
-                    scores = torch.tanh(scores / options.softcap) * options.softcap
-                seen = _visible(tiles, gather, positions, at, block_k, live, options)
-                scores = torch.where(seen[:, None], scores, -torch.inf)
-                if options.return_max_logits:
-                    maximum = torch.maximum(maximum, tiles.head_maxima(scores, live))
-                m, l, acc = (x[:, :, live] for x in state)
-                new = _online(m, l, acc, scores, values)
-                for old, updated in zip(state, new, strict=True):
-                    old[:, :, live] = updated
-            if (block + 1) * block_k % split_k == 0 or block + 1 == stop:
-                total = _merge(total, state)
-                state = _fresh(shape, v.shape[-1], queries)
+        step = 1 if alone else end - begin
+        for block in range(begin, end, step):
+            live = _live_tiles(tiles, block, options) if alone else slice(0, tiles.count)
+            if live.start == live.stop:
+                continue
+            here = slice(block - begin, block - begin + step)
+            seen = _visible(tiles, gather, positions, here, live, options)
+            parts = _partials(queries[:, :, live], keys[:, :, here], values[:, :, here], seen, options)
+            if options.return_max_logits:
+                maximum = torch.maximum(maximum, tiles.head_maxima(parts[0], live))
+            for j in range(step):
+                merged = _merge(tuple(x[:, :, live] for x in state), tuple(x[:, :, j] for x in parts))
+                for old, new in zip(state, merged, strict=True):
+                    old[:, :, live] = new
+        total = _merge(total, state)
     m, l, acc = total
     empty = l == 0
     out = torch.where(empty[..., None], 0.0, acc / torch.where(empty, 1.0, l)[..., None])
@@ -220,63 +226,85 @@ def _live_tiles(tiles: _Tiles, block: int, options: Options) -> slice:
     for first in tiles.first_positions:
         begin, end = 0, tiles.count
         if options.window_right >= 0:  # needs position >= low - window_right
-            begin = (low - options.window_right - first) * tiles.groups // TILE_ROWS
+            begin = (low - options.window_right - first) * tiles.pitch // TILE_ROWS
         if options.window_left >= 0:  # needs position <= high + window_left
-            end = (high + options.window_left + 1 - first) * tiles.groups // TILE_ROWS + 1
+            end = (high + options.window_left + 1 - first) * tiles.pitch // TILE_ROWS + 1
         # `first` is rounded down, so widen by one tile: too many is slower, too few is wrong
         start, stop = min(start, max(begin - 1, 0)), max(stop, min(end + 1, tiles.count))
     return slice(start, max(start, stop))
 
 
 def _visible(
-    tiles: _Tiles, gather: KeyGather, positions: Tensor, at: int, block_k: int, live: slice, options: Options
+    tiles: _Tiles, gather: KeyGather, positions: Tensor, blocks: slice, live: slice, options: Options
 ) -> Tensor:
-    """bool ``[n, tiles, TILE_ROWS, block_k]``: which keys of the block each row sees."""
-    span = slice(live.start * TILE_ROWS, live.stop * TILE_ROWS)
-    p = tiles.positions[:, span, None]
-    c = positions[at : at + block_k]
-    seen = tiles.real[:, span, None] & gather.visible[:, None, at : at + block_k]
+    """bool ``[n, blocks, tiles, TILE_ROWS, block_k]``: which keys each row sees."""
+    rows = slice(live.start * TILE_ROWS, live.stop * TILE_ROWS)
+    keys = slice(blocks.start * options.block_k, blocks.stop * options.block_k)
+    p = tiles.positions[:, rows, None]
+    c = positions[keys]
+    seen = tiles.real[:, rows, None] & gather.visible[:, None, keys]
     if options.window_right >= 0:
         seen = seen & (c <= p + options.window_right)
     if options.window_left >= 0:
         seen = seen & (c >= p - options.window_left)
-    return seen.unflatten(1, (-1, TILE_ROWS))
+    return seen.unflatten(2, (-1, options.block_k)).transpose(1, 2).unflatten(2, (-1, TILE_ROWS))
 
 
-def _product(tiles: Tensor, matrix: Tensor) -> Tensor:
-    """``[n, Hkv, t, 8, X] @ [n, Hkv, X, Y]`` as one batch of fixed ``[8, X] x [X, Y]`` products.
-
-    The right operand always reaches the product as the transposed view of a contiguous ``[Y, X]``: another
-    memory layout may pick another kernel, and so other bits.
-    """
-    n, heads, count = tiles.shape[:3]
-    turned = matrix.transpose(-1, -2)
-    if count < _TILES_ALONE:
-        wide = turned[:, :, None].expand(-1, -1, count, -1, -1).contiguous().flatten(0, 2)
-        return torch.bmm(tiles.flatten(0, 2), wide.transpose(1, 2)).view(n, heads, count, TILE_ROWS, -1)
-    turned = turned.contiguous()
-    parts = [
-        torch.bmm(tiles[i, h], turned[i, h].expand(count, -1, -1).transpose(1, 2))
-        for i in range(n)
-        for h in range(heads)
-    ]
-    return torch.stack(parts).view(n, heads, count, TILE_ROWS, -1)
-
-
-def _online(m: Tensor, l: Tensor, acc: Tensor, scores: Tensor, values: Tensor) -> State:
-    """One block of the online softmax. A row that sees nothing of the block keeps its state exactly.
+def _partials(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, options: Options) -> State:
+    """Each block's own softmax state for each tile.
 
     ``torch.exp`` and not ``exp2``: the latter's vector and scalar code differ, so its bits depend on where
     an element lies in the tensor.
+
+    Args:
+        queries: ``[n, Hkv, tiles, TILE_ROWS, D]``.
+        keys: ``[n, Hkv, blocks, block_k, D]``, contiguous; ``values`` too.
+        values: see ``keys``.
+        seen: ``[n, blocks, tiles, TILE_ROWS, block_k]``.
+        options: of the call.
+
+    Returns:
+        m, l ``[n, Hkv, blocks, tiles, TILE_ROWS]`` and acc ``[.., Dv]``.
     """
-    new_m = torch.maximum(m, scores.amax(-1))
-    safe = torch.where(new_m == -torch.inf, 0.0, new_m)
-    p = torch.exp(scores - safe[..., None])
-    alpha = torch.exp(m - safe)
-    return new_m, l * alpha + p.sum(-1), acc * alpha[..., None] + _product(p, values)
+    n, heads, count = queries.shape[:3]
+    blocks = keys.shape[2]
+    tiled = queries[:, :, None].expand(-1, -1, blocks, -1, -1, -1)
+    scores = _product(tiled, keys, transposed=True).mul_(options.scale)
+    if options.softcap:
+        scores = scores.div_(options.softcap).tanh_().mul_(options.softcap)
+    scores = scores.masked_fill_(~seen[:, None], -torch.inf)
+    m = scores.amax(-1)
+    safe = torch.where(m == -torch.inf, 0.0, m)
+    p = scores.sub_(safe[..., None]).exp_()
+    return m, p.sum(-1), _product(p, values, transposed=False)
+
+
+def _product(tiles: Tensor, matrices: Tensor, *, transposed: bool) -> Tensor:
+    """One batch of fixed ``[8, X] x [X, Y]`` products, whatever the batch.
+
+    The right operands always have one memory layout (rows of a contiguous ``[block_k, D]``, transposed as a
+    view for the scores): another layout may pick another kernel, and so other bits.
+
+    Args:
+        tiles: ``[n, Hkv, blocks, tiles, TILE_ROWS, X]``.
+        matrices: ``[n, Hkv, blocks, block_k, D]``, contiguous.
+        transposed: multiply by the matrices' transposes.
+    """
+    *lead, count, _, _ = tiles.shape
+    if count < _TILES_ALONE:
+        wide = matrices[:, :, :, None].expand(-1, -1, -1, count, -1, -1).reshape(-1, *matrices.shape[-2:])
+        flat = tiles.reshape(-1, *tiles.shape[-2:])
+        return torch.bmm(flat, wide.transpose(1, 2) if transposed else wide).view(*lead, count, TILE_ROWS, -1)
+    flat = tiles.reshape(-1, *tiles.shape[-3:])
+    parts = []
+    for some, matrix in zip(flat, matrices.flatten(0, 2), strict=True):
+        shared = matrix.expand(count, -1, -1)
+        parts.append(torch.bmm(some, shared.transpose(1, 2) if transposed else shared))
+    return torch.stack(parts).view(*lead, count, TILE_ROWS, -1)
 
 
 def _merge(total: State, part: State) -> State:
+    """Fold one state into another; a row that the part knows nothing of keeps its state exactly."""
     (big_m, big_l, big_acc), (m, l, acc) = total, part
     new_m = torch.maximum(big_m, m)
     safe = torch.where(new_m == -torch.inf, 0.0, new_m)

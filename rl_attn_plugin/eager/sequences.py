@@ -71,14 +71,15 @@ def sequences(q: Tensor, k: Tensor, layout: Layout, options: Options) -> list[Se
 
 
 class KeyGather:
-    """Reads keys or values of a group of sequences at absolute positions, as fp32, invalid ones zeroed."""
+    """Reads keys or values of a group of sequences at absolute positions, in blocks, as fp32."""
 
-    def __init__(self, group: list[Sequence], positions: Tensor, layout: Layout, paged: bool) -> None:
+    def __init__(self, group: list[Sequence], positions: Tensor, block_k: int, layout: Layout, paged: bool) -> None:
         """Index once for a range of positions.
 
         Args:
             group: the sequences, in the order of the gathered result.
-            positions: int64 ``[L]`` absolute key positions.
+            positions: int64 ``[L]`` absolute key positions, a whole number of blocks.
+            block_k: keys a block.
             layout: of the call.
             paged: whether keys lie in pages.
         """
@@ -88,32 +89,48 @@ class KeyGather:
             return torch.tensor(values, device=device, dtype=torch.int64)[:, None]
 
         relative = positions[None, :] - column([s.kv_start for s in group])
-        self.valid = (relative >= 0) & (relative < column([s.num_k for s in group]))
-        safe = torch.where(self.valid, relative, 0)
-        self._paged = layout.block_table if paged else None
-        self._safe = safe
-        self._group = column([s.index for s in group])
+        valid = (relative >= 0) & (relative < column([s.num_k for s in group]))
+        safe = torch.where(valid, relative, 0)
+        self._shape = (len(group), len(positions) // block_k, block_k)
+        self._layout, self._paged = layout, paged
+        self._safe, self._valid, self._group = safe, valid, column([s.index for s in group])
         if not paged:
-            self._rows = safe + column([s.k_row for s in group])
+            # a sequence without keys has no row of its own: read row 0
+            self._rows = torch.where(valid, safe + column([s.k_row for s in group]), 0)
+        self.visible = valid  # [n, L]
         if layout.key_padding_mask is not None:
-            keep = layout.key_padding_mask[self._group, safe]
-            self.visible = self.valid & keep
-        else:
-            self.visible = self.valid
+            self.visible = valid & layout.key_padding_mask[self._group, safe]
 
-    def read(self, source: Tensor, start: int, stop: int, scale: Tensor | None) -> Tensor:
-        """fp32 ``[len(group), Hkv, stop - start, D]`` of the positions ``[start, stop)`` of the range."""
-        if self._paged is not None:
-            size = source.shape[1]
-            safe = self._safe[:, start:stop]
+    def blocks(self, source: Tensor, scale: Tensor | None, *, zero_invisible: bool) -> Tensor:
+        """fp32 ``[n, Hkv, blocks, block_k, D]``, contiguous.
+
+        Args:
+            source: ``[rows, Hkv, D]``, or ``[num_pages, page_size, Hkv, D]``.
+            scale: of an e4m3 cache.
+            zero_invisible: zero what no row may use. Values need it, since 0 * NaN is NaN and an unused slot
+                may hold anything; a key's NaN stays in the one score that the mask replaces.
+        """
+        heads, dim = source.shape[-2:]
+        if self._paged:
+            table, size = self._layout.block_table, source.shape[1]
+            assert table is not None
             # an invalid slot reads page 0 of the cache, never what its table entry happens to hold
-            page = torch.where(self.valid[:, start:stop], self._paged[self._group, safe // size], 0)
-            block = source[page.long(), safe % size]
+            page = torch.where(self._valid, table[self._group, self._safe // size], 0).long()
+            if source.stride(0) == size * source.stride(1):  # rows copy much faster than pairs of indices
+                picked = _select(source.flatten(0, 1), page * size + self._safe % size)
+            else:
+                picked = source[page, self._safe % size]
+        elif source.shape[0] == 0:
+            picked = source.new_zeros(*self._safe.shape, heads, dim)
         else:
-            block = source[self._rows[:, start:stop]]
-        block = block.float()
-        if scale is not None:
-            block = block * scale.reshape(-1, 1)
-        # select, never multiply: an unused slot may hold NaN
-        block = torch.where(self.visible[:, start:stop, None, None], block, 0.0)
-        return block.transpose(1, 2)
+            picked = _select(source, self._rows)
+        if zero_invisible:
+            picked = picked.masked_fill_(~self.visible[..., None, None], 0)
+        turned = picked.view(*self._shape, heads, dim).permute(0, 3, 1, 2, 4)
+        result = torch.empty(turned.shape, dtype=torch.float32, device=source.device).copy_(turned)
+        return result if scale is None else result.mul_(scale.float().reshape(-1, 1, 1, 1))
+
+
+def _select(rows: Tensor, index: Tensor) -> Tensor:
+    picked = rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows  # no float8 index_select on CPU
+    return picked.index_select(0, index.flatten()).view(rows.dtype).view(*index.shape, *rows.shape[1:])
