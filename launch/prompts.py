@@ -89,7 +89,7 @@ def read_prompts(path: Path | None, limit: int | None = None) -> list[Prompt]:
 def tokenize_prompts(
     prompts: Iterable[Prompt],
     *,
-    encode: Callable[[str], list[int]],
+    encode: Callable[[str, bool], list[int]],
     render_chat: Callable[[list[dict[str, str]]], str],
     context: int,
     max_new_tokens: int,
@@ -98,7 +98,7 @@ def tokenize_prompts(
 
     Args:
         prompts: from `read_prompts`.
-        encode: text to token ids, special tokens in the text recognised.
+        encode: text, and whether to add the special tokens that start a text, to token ids.
         render_chat: chat messages to text, ending where the assistant answers; raises ValueError if it cannot.
         context: most tokens (prompt and completion) the model takes.
         max_new_tokens: of the job; a prompt must leave room for them.
@@ -114,7 +114,7 @@ def tokenize_prompts(
             except ValueError as error:
                 errors.append(f"{prompt.origin}: the chat cannot be rendered: {error}")
                 continue
-        tokens = encode(text)
+        tokens = encode(text, prompt.messages is None)
         if not tokens:
             errors.append(f"{prompt.origin}: has no tokens")
         elif len(tokens) + max_new_tokens > context:

@@ -112,7 +112,7 @@ def _tokenize(prompts, context=10, max_new_tokens=4):
         return "".join(message["content"] for message in messages)
 
     return tokenize_prompts(
-        prompts, encode=lambda text: [ord(c) for c in text.strip()], render_chat=render, context=context,
+        prompts, encode=lambda text, raw: [ord(c) for c in text.strip()], render_chat=render, context=context,
         max_new_tokens=max_new_tokens,
     )  # fmt: skip
 

@@ -1,0 +1,352 @@
+"""The job as a user meets it: real Ray, a real (tiny) model, and the exit status that scripts rely on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from rl_attn_plugin import cli
+from rl_attn_plugin.launch.store import read_manifest, read_tokens
+
+pytestmark = pytest.mark.usefixtures("shared_ray")
+
+TOKENS = 40
+
+
+def _arguments(model, prompts, out, *more):
+    return [
+        "parity", "--model", str(model), "--prompts", str(prompts), "--out", str(out), "--dtype", "float32", "--device",
+        "cpu", "--max-new-tokens", str(TOKENS), "--shard-size", "2", "--chunk-size", "7", "--page-size", "4", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def job(tiny_model, short_prompts, tmp_path):
+    """Runs the job in this process and returns (exit status, run directory)."""
+
+    def start(*more, model=tiny_model, out=tmp_path / "run"):
+        return cli.main(_arguments(model, short_prompts, out, *more)), out
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tiny_model, short_prompts, tmp_path_factory, shared_ray):
+    """The token table of a run that nothing happened to."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert cli.main(_arguments(tiny_model, short_prompts, run)) == 0
+    return run
+
+
+def _assert_same_result(run, undisturbed):
+    assert read_tokens(run).equals(read_tokens(undisturbed))
+    ours, theirs = read_manifest(run), read_manifest(undisturbed)
+    assert ours["samples"] == theirs["samples"]
+    assert ours["state"] == "finished"
+    # tokens are equal, so what is computed from them must be
+    assert json.loads((run / "drift.json").read_text()) == json.loads((undisturbed / "drift.json").read_text())
+
+
+def test_clean_run_passes_and_leaves_a_whole_run_directory(undisturbed):
+    manifest = read_manifest(undisturbed)
+    assert {"config", "provenance", "model", "timing", "sampling", "chunk_size", "page_size", "created", "version"} <= set(
+        manifest
+    )
+    assert manifest["model"]["dtype"] == "float32"
+    assert len(manifest["model"]["weights_sha256"]) == 64
+    assert (undisturbed / "report.html").stat().st_size > 1000
+    samples = manifest["samples"]
+    assert [sample["prompt_id"] for sample in samples] == ["one", "two", "three", "four", "five"]
+    assert "<|im_start|>assistant" in samples[2]["prompt_text"]
+
+    table = read_tokens(undisturbed).to_pylist()
+    expected = sum(len(sample["completion_tokens"]) for sample in samples) * 2 * 3
+    assert len(table) == expected > 5 * 2 * 3
+    for row in table:
+        sample = samples[row["sample"]]
+        start = len(sample["prompt_tokens"])
+        assert row["token_id"] == sample["completion_tokens"][row["position"] - start]
+        assert row["dlogp"] == float(row["logp_trainer"]) - float(row["logp_rollout"])
+        assert row["logp_trainer"] <= 0 and row["logp_rollout"] <= 0
+    keys = {(row["sample"], row["position"], row["arm"], row["path"]) for row in table}
+    assert len(keys) == expected
+    assert {key[2:] for key in keys} == {
+        (arm, path) for arm in ("native", "plugin") for path in ("recorded", "chunked_prefill", "decode_replay")
+    }
+    for sample in samples:
+        assert (sample["finish_reason"] == "length") == (len(sample["completion_tokens"]) == TOKENS)
+        assert sample["finish_reason"] == "length" or sample["completion_tokens"][-1] == 2
+
+
+def test_logps_are_those_of_the_model_at_the_sampling_temperature(tiny_model, job):
+    """Against a plain forward of transformers, one sequence at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    status, run = job("--temperature", "0.7", "--top-p", "0.8")
+    assert status == 0
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
+    rows = read_tokens(run).to_pylist()
+    for sample in read_manifest(run)["samples"]:
+        ids = torch.tensor([sample["prompt_tokens"] + sample["completion_tokens"]])
+        with torch.no_grad():
+            logp = torch.log_softmax(model(ids).logits[0].double() / 0.7, -1)
+        for row in rows:
+            if row["sample"] == sample["sample"]:
+                expected = logp[row["position"] - 1, row["token_id"]].item()
+                assert row["logp_trainer"] == pytest.approx(expected, abs=2e-5)
+                assert row["logp_rollout"] == pytest.approx(expected, abs=2e-5)
+
+
+def test_drift_json_can_be_recomputed_from_the_tokens(undisturbed):
+    """By code that shares nothing with the product: numpy on the Parquet columns."""
+    result = json.loads((undisturbed / "drift.json").read_text())
+    columns = pq.read_table(undisturbed / "tokens").to_pydict()
+    logp_t, logp_r = np.array(columns["logp_trainer"], np.float64), np.array(columns["logp_rollout"], np.float64)
+    for arm in ("native", "plugin"):
+        for path in ("recorded", "chunked_prefill", "decode_replay"):
+            chosen = (np.array(columns["arm"]) == arm) & (np.array(columns["path"]) == path)
+            d = logp_t[chosen] - logp_r[chosen]
+            stats = result["arms"][arm]["paths"][path]
+            ratio = np.exp(d)
+            expected = {
+                "active_count": d.size,
+                "max_abs": np.abs(d).max(),
+                "mean_abs": np.abs(d).mean(),
+                "mean": d.mean(),
+                "rms": math.sqrt((d**2).mean()),
+                "p95_abs": np.quantile(np.abs(d), 0.95),
+                "p99_abs": np.quantile(np.abs(d), 0.99),
+                "k1": (-d).mean(),
+                "k2": (d**2 / 2).mean(),
+                "k3": (np.exp(d) - 1 - d).mean(),
+                "ess": ratio.sum() ** 2 / (ratio**2).sum() / d.size,
+            }
+            for name, value in expected.items():
+                assert stats[name] == pytest.approx(value, rel=1e-9, abs=1e-12), (arm, path, name)
+
+
+def test_finished_run_is_shown_again_without_work(undisturbed, tiny_model, short_prompts, capsys):
+    before = (undisturbed / "manifest.json").stat().st_mtime_ns
+    assert cli.main(_arguments(tiny_model, short_prompts, undisturbed)) == 0
+    assert "holds the finished run of this configuration" in " ".join(capsys.readouterr().out.split())
+    assert cli.main(_arguments(tiny_model, short_prompts, undisturbed, "--min-tokens", "100000")) == 3
+    assert cli.main(_arguments(tiny_model, short_prompts, undisturbed)) == 0
+    assert (undisturbed / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_rerun_measures_again_and_keeps_the_old(job, undisturbed, tmp_path):
+    assert job()[0] == 0
+    created = read_manifest(tmp_path / "run")["created"]
+    time.sleep(1.1)  # "created" has seconds
+    assert job("--rerun")[0] == 0
+    assert read_manifest(tmp_path / "run")["created"] > created
+    (kept,) = tmp_path.glob("run.*")
+    _assert_same_result(kept, undisturbed)
+    _assert_same_result(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.parametrize("fault", ["weights", "rope"])
+def test_a_broken_trainer_is_drift(job, fault):
+    status, run = job("--inject-fault", fault)
+    assert status == 2
+    assert json.loads((run / "drift.json").read_text())["verdict"] == "DRIFT"
+
+
+def test_bfloat16_passes(job):
+    assert job("--dtype", "bfloat16")[0] == 0
+
+
+def test_other_weights_are_refused(job, make_model, tmp_path, capsys):
+    other = make_model(tmp_path / "other", seed=1)
+    status, run = job("--rollout-model", str(other))
+    assert status == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "trainer and rollout are not the same model" in said
+    assert "weights_sha256" in said and "tokenizer_sha256" not in said
+    assert not list((run / "tokens").iterdir())
+
+
+def test_other_tokenizer_is_refused(job, make_model, tmp_path, capsys):
+    from transformers import AutoTokenizer
+
+    other = make_model(tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(other)
+    status, _ = job("--rollout-model", str(other))
+    assert status == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "tokenizer_sha256" in said and "weights_sha256" not in said
+
+
+def test_killed_worker_is_replaced_and_the_shard_done_again(job, undisturbed, tmp_path, capsys):
+    killed = _kill_when(tmp_path / "run", "RolloutWorker")
+    status, run = job()
+    assert killed.result() and status == 0
+    assert "the rollout died" in " ".join(capsys.readouterr().out.split())
+    _assert_same_result(run, undisturbed)
+
+
+def test_killed_trainer_is_replaced(job, undisturbed, tmp_path, capsys):
+    killed = _kill_when(tmp_path / "run", "TrainerWorker")
+    status, run = job()
+    assert killed.result() and status == 0
+    assert "the trainer died" in " ".join(capsys.readouterr().out.split())
+    _assert_same_result(run, undisturbed)
+
+
+def test_worker_that_keeps_dying_ends_the_job_and_keeps_shards(job, undisturbed, tmp_path, capsys):
+    killed = _kill_when(tmp_path / "run", "RolloutWorker")
+    status, run = job("--tries", "1")
+    assert killed.result() and status == 1
+    assert "the rollout died in each of 1 tries of one shard" in " ".join(capsys.readouterr().err.split())
+    kept = (run / "tokens/part-00000.parquet").read_bytes()
+    assert job()[0] == 0
+    assert (run / "tokens/part-00000.parquet").read_bytes() == kept
+    _assert_same_result(run, undisturbed)
+
+
+class _kill_when:
+    """Kills a Ray worker of this process, from a thread, as soon as the first shard is there."""
+
+    def __init__(self, run, name):
+        self._killed = None
+        self._thread = threading.Thread(target=self._watch, args=(run, name), daemon=True)
+        self._thread.start()
+
+    def _watch(self, run, name):
+        deadline = time.monotonic() + 60
+        while not (run / "tokens/part-00000.parquet").exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        for process in psutil.Process().children(recursive=True):
+            if process.name().startswith(f"ray::{name}"):
+                process.kill()
+                self._killed = process.pid
+
+    def result(self):
+        self._thread.join(60)
+        return self._killed
+
+
+@pytest.mark.parametrize("way", ["interrupt", "kill"])
+def test_job_stopped_midway_resumes_to_the_same_result(job, undisturbed, tiny_model, short_prompts, tmp_path, way):
+    """Ctrl-C reaches the whole process group, as a terminal sends it; SIGKILL only the job, whose Ray must die with it."""
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "rl_attn_plugin.cli", *_arguments(tiny_model, short_prompts, run)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    while not (run / "tokens/part-00000.parquet").exists():
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.005)
+    family = psutil.Process(process.pid).children(recursive=True)
+    if way == "interrupt":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.kill()
+    output, _ = process.communicate(timeout=60)
+    if way == "interrupt":
+        assert process.returncode == 130, output
+        assert "the same command resumes" in " ".join(output.split())
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+    assert not (run / "drift.json").exists()
+    assert read_manifest(run)["state"] == "running"
+    assert len(list((run / "tokens").glob("part-*.parquet"))) < 3
+    kept = (run / "tokens/part-00000.parquet").stat().st_mtime_ns
+    assert job()[0] == 0
+    assert (run / "tokens/part-00000.parquet").stat().st_mtime_ns == kept
+    _assert_same_result(run, undisturbed)
+
+
+def test_full_disk_keeps_finished_shards_and_resumes(job, undisturbed, monkeypatch, capsys):
+    """The disk is full from the second shard on."""
+    real = os.replace
+    write = os.write
+    parts = []
+
+    def count(source, target):
+        parts.append(str(target))
+        real(source, target)
+
+    def full(descriptor, data):
+        if sum("part-" in name for name in parts) >= 1 and len(data) > 5000:
+            write(descriptor, bytes(data)[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", count)
+        patch.setattr(os, "write", full)
+        status, run = job()
+    assert status == 1
+    assert "the disk is full" in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in (run / "tokens").iterdir()] == ["part-00000.parquet"]
+    pq.read_table(run / "tokens/part-00000.parquet")
+    assert job()[0] == 0
+    _assert_same_result(run, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--model": "/nowhere/model"}, "/nowhere/model"),
+        ({"--prompts": "/nowhere/prompts.jsonl"}, "/nowhere/prompts.jsonl: no such prompts file"),
+        ({"--max-new-tokens": "5000"}, "must fit the model's context of 512"),
+        ({"--out": "/proc/run"}, "the run directory /proc/run cannot be made"),
+        ({"--temperature": "0"}, "--temperature must be a finite number above 0"),
+        ({"--temperature": "warm"}, "warm"),
+        ({"--no-such-option": "1"}, "--no-such-option"),
+        ({"--device": "tpu"}, "tpu"),
+    ],
+)
+def test_bad_input_exits_1_and_says_what(tiny_model, short_prompts, tmp_path, capsys, changes, message):
+    arguments = _arguments(tiny_model, short_prompts, tmp_path / "run")
+    for name, value in changes.items():
+        arguments = _replace(arguments, name, value)
+    assert cli.main(arguments) == 1
+    output = capsys.readouterr()
+    assert message in " ".join((output.out + output.err).split())
+    assert not (tmp_path / "run" / "manifest.json").exists()
+
+
+def _replace(arguments, name, value):
+    if name not in arguments:
+        return [*arguments, name, value]
+    at = arguments.index(name) + 1
+    return [*arguments[:at], value, *arguments[at + 1 :]]
+
+
+def test_another_run_is_refused_and_left_as_it_is(undisturbed, tiny_model, short_prompts, capsys):
+    before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
+    assert cli.main(_arguments(tiny_model, short_prompts, undisturbed, "--temperature", "0.5")) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "holds another run" in said and "temperature: 1.0 there, 0.5 now" in said
+    assert {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")} == before
+
+
+def test_folder_that_is_no_run_is_refused(job, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    assert job()[0] == 1
+    assert "is not a run directory" in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
+
+
+def test_help_teaches_and_exits_0(capsys):
+    assert cli.main(["parity", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for words in ("--model", "--prompts", "--top-p", "Exit status: 0 PASS, 2 DRIFT, 3 INCONCLUSIVE", "--inject-fault"):
+        assert words in said
