@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,8 +71,10 @@ class FlashAttention(nn.Module):
             ("v", v, (self.num_kv_heads, self.v_head_dim)),
         ):
             if tuple(x.shape[-2:]) != expected:
-                raise ValueError(f"{name} must end in {expected}, this module's heads and dim, got {tuple(x.shape)}")
-        fixed = {
+                raise ValueError(
+                    f"{name} must end in {expected}, this module's heads and dim, got {tuple(x.shape)}"
+                )
+        fixed: dict[str, Any] = {
             "scale": self.scale,
             "causal": self.causal,
             "window": self.window,
@@ -79,11 +82,12 @@ class FlashAttention(nn.Module):
             "sinks": self.sinks,
             "impl": self.impl,
         }
+        function: Callable[..., AttentionOutput] = flash_attention
         if "block_table" in arguments or len(lengths) == 5:
-            return flash_attention_paged(q, k, v, *lengths, **arguments, **fixed)
-        if "cu_seqlens_q" in arguments or lengths:
-            return flash_attention_varlen(q, k, v, *lengths, **arguments, **fixed)
-        return flash_attention(q, k, v, **arguments, **fixed)
+            function = flash_attention_paged
+        elif "cu_seqlens_q" in arguments or lengths:
+            function = flash_attention_varlen
+        return function(q, k, v, *lengths, **arguments, **fixed)
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}/{self.num_kv_heads}, dim={self.head_dim}/{self.v_head_dim}"

@@ -75,7 +75,11 @@ def attention_reference(
     # a finite stand-in keeps the gradient of empty rows at 0 instead of NaN
     empty = torch.isneginf(scores).all(-1) if scores.shape[-1] else scores.new_ones(scores.shape[:-1]).bool()
     safe = torch.where(empty[..., None], 0.0, scores)
-    lse = torch.where(empty, -torch.inf, torch.logsumexp(safe, dim=-1)) if safe.shape[-1] else empty * -torch.inf
+    lse = (
+        torch.where(empty, -torch.inf, torch.logsumexp(safe, dim=-1))
+        if safe.shape[-1]
+        else empty * -torch.inf
+    )
     weights = torch.where(empty[..., None], 0.0, torch.exp(safe - torch.where(empty, 0.0, lse)[..., None]))
     out = torch.einsum("hqk,khd->qhd", weights[..., :num_k], v)
     return out, lse

@@ -66,7 +66,8 @@ class Schedule:
             raise ValueError(f"Schedule.block_k must be a power of two of at least 16, got {self.block_k}")
         if self.split_k < self.block_k or self.split_k % self.block_k:
             raise ValueError(
-                f"Schedule.split_k must be a positive multiple of block_k ({self.block_k}), got {self.split_k}"
+                f"Schedule.split_k must be a positive multiple of block_k "
+                f"({self.block_k}), got {self.split_k}"
             )
 
     @property
@@ -83,7 +84,10 @@ def default_schedule(head_dim: int, v_head_dim: int, dtype: torch.dtype, arch: s
         dtype: of q, k and v.
         arch: ``"cpu"``, ``"sm_90"``, ``"gfx942"`` and the like.
     """
-    del dtype, arch  # every (dtype, arch) shares v1; they are arguments because a later version may split them
+    del (
+        dtype,
+        arch,
+    )  # every (dtype, arch) shares v1; they are arguments because a later version may split them
     return Schedule(32, 1024) if max(head_dim, v_head_dim) > 128 else Schedule(64, 1024)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,10 +26,14 @@ class Reasons:
         self._function = function
         self._reasons: list[str] = []
 
-    def need(self, condition: bool, reason: str) -> bool:
-        """Note ``reason`` unless ``condition`` holds; returns the condition."""
+    def need(self, condition: bool, template: str, *values: object) -> bool:
+        """Note ``template.format(*values)`` unless ``condition`` holds; returns the condition.
+
+        The text is made only on failure: it costs time on a hot path, and torch.compile cannot format
+        symbolic values.
+        """
         if not condition:
-            self._reasons.append(reason)
+            self._reasons.append(template.format(*values))
         return condition
 
     def done(self) -> None:
@@ -47,25 +52,29 @@ def shape(x: Tensor) -> list[int]:
 
 def check_heads(why: Reasons, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Dtypes, devices, head counts and head dims of q, k, v."""
-    why.need(q.dtype in DTYPES, f"q must be float16, bfloat16 or float32, got {q.dtype}")
+    why.need(q.dtype in DTYPES, "q must be float16, bfloat16 or float32, got {}", q.dtype)
     if k.dtype != torch.float8_e4m3fn:
-        why.need(k.dtype == q.dtype, f"k must have q's dtype {q.dtype}, got {k.dtype}")
-    why.need(v.dtype == k.dtype, f"v must have k's dtype {k.dtype}, got {v.dtype}")
+        why.need(k.dtype == q.dtype, "k must have q's dtype {}, got {}", q.dtype, k.dtype)
+    why.need(v.dtype == k.dtype, "v must have k's dtype {}, got {}", k.dtype, v.dtype)
     for name, x in (("k", k), ("v", v)):
-        why.need(x.device == q.device, f"{name} must be on q's device {q.device}, got {x.device}")
+        why.need(x.device == q.device, "{} must be on q's device {}, got {}", name, q.device, x.device)
     dim, v_dim = q.shape[-1], v.shape[-1]
     if dim == 576 and v_dim == 512:
         raise NotImplementedError(
             "absorbed MLA (head dims 576/512) is not supported: give the expanded heads (192/128)"
         )
-    why.need(1 <= dim <= MAX_HEAD_DIM, f"head dim D must be 1 to {MAX_HEAD_DIM}, got {dim}")
-    why.need(1 <= v_dim <= MAX_HEAD_DIM, f"head dim Dv must be 1 to {MAX_HEAD_DIM}, got {v_dim}")
-    why.need(k.shape[-1] == dim, f"k must have q's head dim {dim}, got {k.shape[-1]}")
-    why.need(k.shape[-2] == v.shape[-2], f"k and v must have equal heads, got {k.shape[-2]} and {v.shape[-2]}")
+    why.need(1 <= dim <= MAX_HEAD_DIM, "head dim D must be 1 to {}, got {}", MAX_HEAD_DIM, dim)
+    why.need(1 <= v_dim <= MAX_HEAD_DIM, "head dim Dv must be 1 to {}, got {}", MAX_HEAD_DIM, v_dim)
+    why.need(k.shape[-1] == dim, "k must have q's head dim {}, got {}", dim, k.shape[-1])
+    why.need(
+        k.shape[-2] == v.shape[-2], "k and v must have equal heads, got {} and {}", k.shape[-2], v.shape[-2]
+    )
     heads, kv_heads = q.shape[-2], k.shape[-2]
     why.need(
         kv_heads > 0 and heads % kv_heads == 0,
-        f"query heads must be a multiple of key/value heads, got {heads} and {kv_heads}",
+        "query heads must be a multiple of key/value heads, got {} and {}",
+        heads,
+        kv_heads,
     )
 
 
@@ -81,63 +90,104 @@ def check_options(
     out_dtype: torch.dtype | None,
 ) -> None:
     """The options that every attention function shares."""
-    why.need(scale is None or math.isfinite(scale), f"scale must be finite, got {scale}")
+    why.need(scale is None or abs(scale) < math.inf, "scale must be finite, got {}", scale)
     why.need(
         len(window) == 2 and all(isinstance(x, int) and x >= -1 for x in window),
-        f"window must be (left, right) with integers of at least -1, got {window}",
+        "window must be (left, right) with integers of at least -1, got {}",
+        window,
     )
-    why.need(math.isfinite(softcap) and softcap >= 0, f"softcap must be 0 (off) or positive, got {softcap}")
+    why.need(0 <= softcap < math.inf, "softcap must be 0 (off) or positive, got {}", softcap)
     why.need(
         causal_alignment in ("bottom_right", "top_left"),
-        f"causal_alignment must be 'bottom_right' or 'top_left', got {causal_alignment!r}",
+        "causal_alignment must be 'bottom_right' or 'top_left', got {!r}",
+        causal_alignment,
     )
     if sinks is not None:
-        why.need(shape(sinks) == [q.shape[-2]], f"sinks must be [Hq] = [{q.shape[-2]}], got {shape(sinks)}")
-        why.need(sinks.is_floating_point(), f"sinks must be floating point, got {sinks.dtype}")
-        why.need(sinks.device == q.device, f"sinks must be on q's device {q.device}, got {sinks.device}")
+        why.need(
+            shape(sinks) == [q.shape[-2]], "sinks must be [Hq] = [{}], got {}", q.shape[-2], shape(sinks)
+        )
+        why.need(sinks.is_floating_point(), "sinks must be floating point, got {}", sinks.dtype)
+        why.need(sinks.device == q.device, "sinks must be on q's device {}, got {}", q.device, sinks.device)
     if out_dtype is not None:
-        why.need(out_dtype in DTYPES, f"out_dtype must be float16, bfloat16 or float32, got {out_dtype}")
+        why.need(out_dtype in DTYPES, "out_dtype must be float16, bfloat16 or float32, got {}", out_dtype)
 
 
-def check_ints(why: Reasons, name: str, x: Tensor | None, expected: list[int | None], device: torch.device) -> bool:
+def _display(expected: list[int | None]) -> str:
+    return "[" + ", ".join("any" if e is None else str(e) for e in expected) + "]"
+
+
+def check_ints(
+    why: Reasons, name: str, x: Tensor | None, expected: list[int | None], device: torch.device
+) -> bool:
     """An int32 tensor on ``device`` with the given shape (None matches any size)."""
     if x is None:
         return True
-    fits = x.dim() == len(expected) and all(e is None or e == n for e, n in zip(expected, x.shape, strict=True))
-    wanted = "[" + ", ".join("any" if e is None else str(e) for e in expected) + "]"
+    fits = x.dim() == len(expected) and all(
+        e is None or e == n for e, n in zip(expected, x.shape, strict=True)
+    )
     return all(
         (
-            why.need(x.dtype == torch.int32, f"{name} must be int32, got {x.dtype}: call {name}.int()"),
-            why.need(x.device == device, f"{name} must be on q's device {device}, got {x.device}"),
-            why.need(fits, f"{name} must have shape {wanted}, got {shape(x)}"),
+            why.need(x.dtype == torch.int32, "{} must be int32, got {}: call {}.int()", name, x.dtype, name),
+            why.need(x.device == device, "{} must be on q's device {}, got {}", name, device, x.device),
+            fits or why.need(False, "{} must have shape {}, got {}", name, _display(expected), shape(x)),
         )
     )
 
 
-def check_lengths(why: Reasons, q: Tensor, layout: Layout) -> None:
-    """The offsets, lengths and bounds of a packed or paged call."""
+def check_lengths(why: Reasons, q: Tensor, cache: Tensor, layout: Layout) -> None:
+    """The offsets, lengths and bounds of a packed or paged call; ``cache`` is k."""
     cu_q = layout.cu_seqlens_q
     if cu_q is None:
         return
     sound = check_ints(why, "cu_seqlens_q", cu_q, [None], q.device)
     if cu_q.dim() != 1 or cu_q.shape[0] < 1:
-        why.need(False, f"cu_seqlens_q must be [B + 1], got {shape(cu_q)}")
+        why.need(False, "cu_seqlens_q must be [B + 1], got {}", shape(cu_q))
         return
     batch = cu_q.shape[0] - 1
     sound &= check_ints(why, "cu_seqlens_k", layout.cu_seqlens_k, [batch + 1], q.device)
     sound &= check_ints(why, "seqused_q", layout.seqused_q, [batch], q.device)
-    sound &= check_ints(why, "seqused_k" if layout.block_table is None else "seqlens_k", layout.seqused_k, [batch], q.device)
+    sound &= check_ints(
+        why, "seqused_k" if layout.block_table is None else "seqlens_k", layout.seqused_k, [batch], q.device
+    )
     sound &= check_ints(why, "kv_start", layout.kv_start, [batch], q.device)
     sound &= check_ints(why, "block_table", layout.block_table, [batch, None], q.device)
     for name in ("max_seqlen_q", "max_seqlen_k"):
         bound = getattr(layout, name)
-        why.need(bound >= 0, f"{name} must be a non-negative host int, got {bound}")
+        why.need(bound >= 0, "{} must be a non-negative host int, got {}", name, bound)
     if sound and os.environ.get("RL_ATTN_DEBUG") == "1":
-        _check_values(why, layout)
+        _check_values(why, layout, cache)
 
 
-def _check_values(why: Reasons, layout: Layout) -> None:
-    """Read the offsets (this synchronises) and check them."""
+def _check_values(why: Reasons, layout: Layout, cache: Tensor) -> None:
+    """Read the offsets and the table (this synchronises) and check them."""
+    if layout.block_table is not None and layout.seqused_k is not None:
+        pages, size = cache.shape[:2]
+        keys, width = layout.seqused_k.tolist(), layout.block_table.shape[1]
+        why.need(
+            max(keys, default=0) <= layout.max_seqlen_k,
+            "max_seqlen_k must be at least {}, got {}",
+            max(keys, default=0),
+            layout.max_seqlen_k,
+        )
+        if why.need(
+            max(keys, default=0) <= width * size,
+            "block_table must cover seqlens_k {} with pages of {}, got {} page{}",
+            keys,
+            size,
+            width,
+            "s" * (width != 1),
+        ):
+            used = [
+                p
+                for row, n in zip(layout.block_table.tolist(), keys, strict=True)
+                for p in row[: -(-n // size)]
+            ]
+            why.need(
+                all(0 <= p < pages for p in used),
+                "block_table must name pages 0 to {} where sequences have keys, got {}",
+                pages - 1,
+                used,
+            )
     for name, cu, used, bound in (
         ("cu_seqlens_q", layout.cu_seqlens_q, layout.seqused_q, layout.max_seqlen_q),
         ("cu_seqlens_k", layout.cu_seqlens_k, layout.seqused_k, layout.max_seqlen_k),
@@ -145,14 +195,25 @@ def _check_values(why: Reasons, layout: Layout) -> None:
         if cu is None:
             continue
         values = cu.tolist()
-        lengths = [b - a for a, b in zip(values, values[1:], strict=False)]
-        why.need(values[0] >= 0 and min(lengths, default=0) >= 0, f"{name} must ascend from 0, got {values}")
+        lengths = [b - a for a, b in pairwise(values)]
+        why.need(
+            values[0] >= 0 and min(lengths, default=0) >= 0, "{} must ascend from 0, got {}", name, values
+        )
         real = lengths if used is None else used.tolist()
         why.need(
             all(0 <= r <= n for r, n in zip(real, lengths, strict=True)),
-            f"seqused must lie within the lengths of {name} {lengths}, got {real}",
+            "seqused must lie within the lengths of {} {}, got {}",
+            name,
+            lengths,
+            real,
         )
-        why.need(max(real, default=0) <= bound, f"the bound of {name} must be at least {max(real, default=0)}, got {bound}")
+        why.need(
+            max(real, default=0) <= bound,
+            "the bound of {} must be at least {}, got {}",
+            name,
+            max(real, default=0),
+            bound,
+        )
 
 
 def check_mask(why: Reasons, q: Tensor, k: Tensor, mask: Tensor | None) -> None:
@@ -160,22 +221,32 @@ def check_mask(why: Reasons, q: Tensor, k: Tensor, mask: Tensor | None) -> None:
     if mask is None:
         return
     expected = [k.shape[0], k.shape[1]]
-    why.need(shape(mask) == expected, f"key_padding_mask must be [B, Sk] = {expected}, got {shape(mask)}")
-    why.need(mask.dtype == torch.bool, f"key_padding_mask must be bool with True = keep, got {mask.dtype}")
-    why.need(mask.device == q.device, f"key_padding_mask must be on q's device {q.device}, got {mask.device}")
+    why.need(shape(mask) == expected, "key_padding_mask must be [B, Sk] = {}, got {}", expected, shape(mask))
+    why.need(mask.dtype == torch.bool, "key_padding_mask must be bool with True = keep, got {}", mask.dtype)
+    why.need(
+        mask.device == q.device, "key_padding_mask must be on q's device {}, got {}", q.device, mask.device
+    )
 
 
 def check_scale(why: Reasons, name: str, scale: Tensor | None, cache: Tensor) -> None:
     """The scale of an e4m3 cache: scalar or one a kv head."""
     if scale is None:
         why.need(
-            cache.dtype != torch.float8_e4m3fn, f"{name} must be given with a float8_e4m3fn cache, got None"
+            cache.dtype != torch.float8_e4m3fn, "{} must be given with a float8_e4m3fn cache, got None", name
         )
         return
-    why.need(scale.is_floating_point(), f"{name} must be floating point, got {scale.dtype}")
-    why.need(scale.device == cache.device, f"{name} must be on the cache's device {cache.device}, got {scale.device}")
+    why.need(scale.is_floating_point(), "{} must be floating point, got {}", name, scale.dtype)
+    why.need(
+        scale.device == cache.device,
+        "{} must be on the cache's device {}, got {}",
+        name,
+        cache.device,
+        scale.device,
+    )
     heads = cache.shape[-2]
-    why.need(scale.numel() in (1, heads), f"{name} must be a scalar or [Hkv] = [{heads}], got {shape(scale)}")
+    why.need(
+        scale.numel() in (1, heads), "{} must be a scalar or [Hkv] = [{}], got {}", name, heads, shape(scale)
+    )
 
 
 def check_rope(why: Reasons, x: Tensor, rope: Rope, name: str = "x") -> None:
@@ -184,23 +255,44 @@ def check_rope(why: Reasons, x: Tensor, rope: Rope, name: str = "x") -> None:
     rotary = dim if rope.rotary_dim is None else rope.rotary_dim
     why.need(
         0 < rotary <= dim and rotary % 2 == 0,
-        f"rope.rotary_dim must be even and 2 to D = {dim}, got {rotary}",
+        "rope.rotary_dim must be even and 2 to D = {}, got {}",
+        dim,
+        rotary,
     )
     for table, values in (("cos", rope.cos), ("sin", rope.sin)):
         why.need(
             values.dim() == 2 and values.shape[1] * 2 == rotary,
-            f"rope.{table} must be [max_position, rotary_dim / 2 = {rotary // 2}], got {shape(values)}",
+            "rope.{} must be [max_position, rotary_dim / 2 = {}], got {}",
+            table,
+            rotary // 2,
+            shape(values),
         )
-        why.need(values.dtype == torch.float32, f"rope.{table} must be float32, got {values.dtype}")
-        why.need(values.device == x.device, f"rope.{table} must be on {name}'s device {x.device}, got {values.device}")
+        why.need(values.dtype == torch.float32, "rope.{} must be float32, got {}", table, values.dtype)
+        why.need(
+            values.device == x.device,
+            "rope.{} must be on {}'s device {}, got {}",
+            table,
+            name,
+            x.device,
+            values.device,
+        )
     positions = rope.positions
     why.need(
-        positions.dtype in (torch.int32, torch.int64), f"rope.positions must be int32 or int64, got {positions.dtype}"
+        positions.dtype in (torch.int32, torch.int64),
+        "rope.positions must be int32 or int64, got {}",
+        positions.dtype,
     )
     why.need(
-        positions.device == x.device, f"rope.positions must be on {name}'s device {x.device}, got {positions.device}"
+        positions.device == x.device,
+        "rope.positions must be on {}'s device {}, got {}",
+        name,
+        x.device,
+        positions.device,
     )
     why.need(
         shape(positions) == shape(x)[:-2],
-        f"rope.positions must have {name}'s token shape {shape(x)[:-2]}, got {shape(positions)}",
+        "rope.positions must have {}'s token shape {}, got {}",
+        name,
+        shape(x)[:-2],
+        shape(positions),
     )

@@ -90,7 +90,7 @@ def attention_backward(
             ds = torch.where(seen, ds, 0.0)
             dv[keys] += torch.bmm(p.transpose(1, 2), grad).transpose(0, 1)
             dk[keys] += torch.bmm(ds.transpose(1, 2), query).transpose(0, 1)
-            back = torch.bmm(ds, key).unflatten(1, (heads // kv_heads, -1))  # [Hkv, G, n, D]
+            back = torch.bmm(ds, key).view(kv_heads, heads // kv_heads, -1, q.shape[-1])  # [Hkv, G, n, D]
             dq[chunk] = back.permute(2, 0, 1, 3).flatten(1, 2)
     return (
         dq.to(q.dtype).view(q.shape),

@@ -123,24 +123,32 @@ class _Tiles:
         picked = rows[self.source].float().view(-1, heads, self.groups, dim).transpose(1, 2)
         buffer = picked.new_zeros(len(self.group) * self.count * TILE_ROWS, heads, dim)
         buffer[self._target] = picked
-        return buffer.view(len(self.group), -1, heads, dim).transpose(1, 2).unflatten(2, (self.count, -1)).contiguous()
+        return (
+            buffer.view(len(self.group), -1, heads, dim)
+            .transpose(1, 2)
+            .unflatten(2, (self.count, -1))
+            .contiguous()
+        )
 
     def collect(self, tiles: Tensor) -> Tensor:
-        """The inverse of `spread`: ``[n, Hkv, tiles, TILE_ROWS, D]`` -> ``[rows, Hq, D]`` in `source` order."""
+        """Undo `spread`: ``[n, Hkv, tiles, TILE_ROWS, D]`` -> ``[rows, Hq, D]`` in `source` order."""
         heads, dim = tiles.shape[1], tiles.shape[-1]
         flat = tiles.flatten(2, 3).transpose(1, 2).reshape(-1, heads, dim)
         return flat[self._target].transpose(1, 2).reshape(-1, heads * self.groups, dim)
 
     def head_values(self, per_head: Tensor) -> Tensor:
         """``[Hq]`` -> ``[n, Hkv, tiles, TILE_ROWS]``: the value of each row's head."""
-        values = per_head.float().view(-1, self.groups)[:, self.head.clamp(max=self.groups - 1)]  # [Hkv, n, rows]
+        values = per_head.float().view(-1, self.groups)[
+            :, self.head.clamp(max=self.groups - 1)
+        ]  # [Hkv, n, rows]
         return values.transpose(0, 1).unflatten(-1, (self.count, TILE_ROWS)).contiguous()
 
     def head_maxima(self, row_maxima: Tensor, live: slice) -> Tensor:
         """``[n, Hkv, blocks, tiles, TILE_ROWS]`` maxima of some tiles' rows -> ``[Hkv, G]``."""
         head = self.head.unflatten(-1, (self.count, TILE_ROWS))[:, None, None, live]
         return torch.stack(
-            [torch.where(head == g, row_maxima, -torch.inf).amax((0, 2, 3, 4)) for g in range(self.groups)], dim=-1
+            [torch.where(head == g, row_maxima, -torch.inf).amax((0, 2, 3, 4)) for g in range(self.groups)],
+            dim=-1,
         )
 
 
@@ -266,9 +274,7 @@ def _partials(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, optio
     Returns:
         m, l ``[n, Hkv, blocks, tiles, TILE_ROWS]`` and acc ``[.., Dv]``.
     """
-    n, heads, count = queries.shape[:3]
-    blocks = keys.shape[2]
-    tiled = queries[:, :, None].expand(-1, -1, blocks, -1, -1, -1)
+    tiled = queries[:, :, None].expand(-1, -1, keys.shape[2], -1, -1, -1)
     scores = _product(tiled, keys, transposed=True).mul_(options.scale)
     if options.softcap:
         scores = scores.div_(options.softcap).tanh_().mul_(options.softcap)

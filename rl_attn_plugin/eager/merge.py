@@ -35,4 +35,4 @@ def merge_attention(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         keep, take = (part_lse == -torch.inf), (lse == -torch.inf)
         out = torch.where(keep[..., None], out, torch.where(take[..., None], part, merged))
         lse = torch.where(keep, lse, torch.where(take, part_lse, merged_lse))
-    return out.to(outs.dtype), lse.transpose(-1, -2).contiguous()
+    return out.to(outs.dtype).contiguous(), lse.transpose(-1, -2).contiguous()

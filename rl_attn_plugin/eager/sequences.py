@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -47,12 +48,12 @@ def sequences(q: Tensor, k: Tensor, layout: Layout, options: Options) -> list[Se
     else:
         cu_q = layout.cu_seqlens_q.tolist()
         batch = len(cu_q) - 1
-        q_rows, num_q = cu_q[:-1], [b - a for a, b in zip(cu_q, cu_q[1:], strict=False)]
+        q_rows, num_q = cu_q[:-1], [b - a for a, b in pairwise(cu_q)]
         if layout.cu_seqlens_k is None:
             k_rows, num_k = [0] * batch, [0] * batch
         else:
             cu_k = layout.cu_seqlens_k.tolist()
-            k_rows, num_k = cu_k[:-1], [b - a for a, b in zip(cu_k, cu_k[1:], strict=False)]
+            k_rows, num_k = cu_k[:-1], [b - a for a, b in pairwise(cu_k)]
     num_q = _ints(layout.seqused_q, num_q)
     num_k = _ints(layout.seqused_k, num_k)
     starts = _ints(layout.kv_start, [0] * batch)
@@ -73,7 +74,9 @@ def sequences(q: Tensor, k: Tensor, layout: Layout, options: Options) -> list[Se
 class KeyGather:
     """Reads keys or values of a group of sequences at absolute positions, in blocks, as fp32."""
 
-    def __init__(self, group: list[Sequence], positions: Tensor, block_k: int, layout: Layout, paged: bool) -> None:
+    def __init__(
+        self, group: list[Sequence], positions: Tensor, block_k: int, layout: Layout, paged: bool
+    ) -> None:
         """Index once for a range of positions.
 
         Args:
@@ -111,6 +114,9 @@ class KeyGather:
                 may hold anything; a key's NaN stays in the one score that the mask replaces.
         """
         heads, dim = source.shape[-2:]
+        dtype = source.dtype
+        if dtype == torch.float8_e4m3fn:  # CPU cannot index or fill float8; its zero is the zero byte
+            source = source.view(torch.uint8)
         if self._paged:
             table, size = self._layout.block_table, source.shape[1]
             assert table is not None
@@ -126,11 +132,10 @@ class KeyGather:
             picked = _select(source, self._rows)
         if zero_invisible:
             picked = picked.masked_fill_(~self.visible[..., None, None], 0)
-        turned = picked.view(*self._shape, heads, dim).permute(0, 3, 1, 2, 4)
+        turned = picked.view(dtype).view(*self._shape, heads, dim).permute(0, 3, 1, 2, 4)
         result = torch.empty(turned.shape, dtype=torch.float32, device=source.device).copy_(turned)
         return result if scale is None else result.mul_(scale.float().reshape(-1, 1, 1, 1))
 
 
 def _select(rows: Tensor, index: Tensor) -> Tensor:
-    picked = rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows  # no float8 index_select on CPU
-    return picked.index_select(0, index.flatten()).view(rows.dtype).view(*index.shape, *rows.shape[1:])
+    return rows.index_select(0, index.flatten()).view(*index.shape, *rows.shape[1:])

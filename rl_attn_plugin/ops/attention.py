@@ -72,14 +72,17 @@ def flash_attention(
     why = validation.Reasons("flash_attention")
     _check_ranks(why, q, k, v, 4, "[B, S, H, D]")
     for name, x in (("k", k), ("v", v)):
-        why.need(x.shape[0] == q.shape[0], f"{name} must have q's batch {q.shape[0]}, got {x.shape[0]}")
-    why.need(k.shape[1] == v.shape[1], f"k and v must have equal lengths, got {k.shape[1]} and {v.shape[1]}")
+        why.need(x.shape[0] == q.shape[0], "{} must have q's batch {}, got {}", name, q.shape[0], x.shape[0])
+    why.need(
+        k.shape[1] == v.shape[1], "k and v must have equal lengths, got {} and {}", k.shape[1], v.shape[1]
+    )
     validation.check_mask(why, q, k, key_padding_mask)
     layout = Layout(q.shape[1], k.shape[1], key_padding_mask=key_padding_mask)
     return _attend(
         why, q, k, v, layout,
-        causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks, causal_alignment=causal_alignment,
-        rope=rope, out_dtype=out_dtype, return_max_logits=return_max_logits, impl=impl, schedule=schedule,
+        causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks,
+        causal_alignment=causal_alignment, rope=rope, out_dtype=out_dtype,
+        return_max_logits=return_max_logits, impl=impl, schedule=schedule,
     )  # fmt: skip
 
 
@@ -140,12 +143,15 @@ def flash_attention_varlen(
     """
     why = validation.Reasons("flash_attention_varlen")
     _check_ranks(why, q, k, v, 3, "[T, H, D]")
-    why.need(k.shape[0] == v.shape[0], f"k and v must have equal tokens, got {k.shape[0]} and {v.shape[0]}")
+    why.need(
+        k.shape[0] == v.shape[0], "k and v must have equal tokens, got {} and {}", k.shape[0], v.shape[0]
+    )
     layout = Layout(max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, kv_start)
     return _attend(
         why, q, k, v, layout,
-        causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks, causal_alignment=causal_alignment,
-        rope=rope, out_dtype=out_dtype, return_max_logits=return_max_logits, impl=impl, schedule=schedule,
+        causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks,
+        causal_alignment=causal_alignment, rope=rope, out_dtype=out_dtype,
+        return_max_logits=return_max_logits, impl=impl, schedule=schedule,
     )  # fmt: skip
 
 
@@ -214,9 +220,14 @@ def flash_attention_paged(
         NotImplementedError: when a gradient is asked for.
     """
     why = validation.Reasons("flash_attention_paged")
-    why.need(q.dim() == 3, f"q must be [T, H, D], got {validation.shape(q)}")
+    why.need(q.dim() == 3, "q must be [T, H, D], got {}", validation.shape(q))
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        why.need(cache.dim() == 4, f"{name} must be [num_pages, page_size, Hkv, D], got {validation.shape(cache)}")
+        why.need(
+            cache.dim() == 4,
+            "{} must be [num_pages, page_size, Hkv, D], got {}",
+            name,
+            validation.shape(cache),
+        )
     why.done()
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache)):
         raise NotImplementedError(
@@ -224,36 +235,39 @@ def flash_attention_paged(
             "call it under torch.no_grad(), or train with flash_attention_varlen"
         )
     pages = [list(cache.shape[:2]) for cache in (k_cache, v_cache)]
-    why.need(pages[0] == pages[1], f"k_cache and v_cache must have equal pages, got {pages[0]} and {pages[1]}")
-    why.need(pages[0][1] > 0, f"page_size must be positive, got {pages[0][1]}")
+    why.need(
+        pages[0] == pages[1], "k_cache and v_cache must have equal pages, got {} and {}", pages[0], pages[1]
+    )
+    why.need(pages[0][1] > 0, "page_size must be positive, got {}", pages[0][1])
     validation.check_scale(why, "k_scale", k_scale, k_cache)
     validation.check_scale(why, "v_scale", v_scale, v_cache)
     if block_table.dim() == 2 and pages[0][1]:
         room = block_table.shape[1] * pages[0][1]
         why.need(
             block_table.shape[1] > 0 or max_seqlen_k == 0,
-            f"block_table must be wide enough for max_seqlen_k = {max_seqlen_k}, got room for {room} keys",
+            "block_table must be wide enough for max_seqlen_k = {}, got room for {} keys",
+            max_seqlen_k,
+            room,
         )
     if out is not None:
         expected = [*q.shape[:2], v_cache.shape[-1]]
         dtype = out_dtype or q.dtype
-        why.need(validation.shape(out) == expected, f"out must be {expected}, got {validation.shape(out)}")
-        why.need(out.dtype == dtype, f"out must be {dtype}, got {out.dtype}")
-        why.need(out.device == q.device, f"out must be on q's device {q.device}, got {out.device}")
-    layout = Layout(
-        max_seqlen_q, max_seqlen_k, cu_seqlens_q, None, None, seqlens_k, kv_start, block_table
-    )
+        why.need(validation.shape(out) == expected, "out must be {}, got {}", expected, validation.shape(out))
+        why.need(out.dtype == dtype, "out must be {}, got {}", dtype, out.dtype)
+        why.need(out.device == q.device, "out must be on q's device {}, got {}", q.device, out.device)
+    layout = Layout(max_seqlen_q, max_seqlen_k, cu_seqlens_q, None, None, seqlens_k, kv_start, block_table)
     return _attend(
         why, q, k_cache, v_cache, layout,
-        causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks, causal_alignment=causal_alignment,
-        rope=rope, out_dtype=out_dtype, return_max_logits=return_max_logits, impl=impl, schedule=schedule,
+        causal=causal, scale=scale, window=window, softcap=softcap, sinks=sinks,
+        causal_alignment=causal_alignment, rope=rope, out_dtype=out_dtype,
+        return_max_logits=return_max_logits, impl=impl, schedule=schedule,
         k_scale=k_scale, v_scale=v_scale, out=out, plan=plan,
     )  # fmt: skip
 
 
 def _check_ranks(why: validation.Reasons, q: Tensor, k: Tensor, v: Tensor, rank: int, wanted: str) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        why.need(x.dim() == rank, f"{name} must be {wanted}, got {validation.shape(x)}")
+        why.need(x.dim() == rank, "{} must be {}, got {}", name, wanted, validation.shape(x))
     why.done()  # the later checks index shapes
 
 
@@ -285,7 +299,7 @@ def _attend(
         why, q, scale=scale, window=window, softcap=softcap, causal_alignment=causal_alignment, sinks=sinks,
         out_dtype=out_dtype,
     )  # fmt: skip
-    validation.check_lengths(why, q, layout)
+    validation.check_lengths(why, q, k, layout)
     if rope is not None:
         validation.check_rope(why, q, rope, "q")
     why.done()

@@ -33,15 +33,19 @@ def merge_attention(outs: Tensor, lses: Tensor, *, impl: Impl | str = Impl.AUTO)
     """
     why = validation.Reasons("merge_attention")
     if why.need(
-        outs.dim() in (4, 5), f"outs must be [P, T, Hq, Dv] or [P, B, S, Hq, Dv], got {validation.shape(outs)}"
+        outs.dim() in (4, 5),
+        "outs must be [P, T, Hq, Dv] or [P, B, S, Hq, Dv], got {}",
+        validation.shape(outs),
     ):
         *lead, tokens, heads, _ = outs.shape
         expected = [*lead, heads, tokens]
-        why.need(validation.shape(lses) == expected, f"lses must be {expected}, got {validation.shape(lses)}")
-        why.need(outs.shape[0] > 0, f"outs must hold at least one partial, got {outs.shape[0]}")
-    why.need(outs.dtype in validation.DTYPES, f"outs must be float16, bfloat16 or float32, got {outs.dtype}")
-    why.need(lses.dtype == torch.float32, f"lses must be float32, got {lses.dtype}")
-    why.need(lses.device == outs.device, f"lses must be on outs' device {outs.device}, got {lses.device}")
+        why.need(
+            validation.shape(lses) == expected, "lses must be {}, got {}", expected, validation.shape(lses)
+        )
+        why.need(outs.shape[0] > 0, "outs must hold at least one partial, got {}", outs.shape[0])
+    why.need(outs.dtype in validation.DTYPES, "outs must be float16, bfloat16 or float32, got {}", outs.dtype)
+    why.need(lses.dtype == torch.float32, "lses must be float32, got {}", lses.dtype)
+    why.need(lses.device == outs.device, "lses must be on outs' device {}, got {}", outs.device, lses.device)
     why.done()
     out, lse = torch.ops.rl_attn.merge_attention(outs, lses, resolve_impl(impl, outs.device).value)
     return AttentionOutput(out, lse)
@@ -77,36 +81,60 @@ def write_kv_cache(
     """
     why = validation.Reasons("write_kv_cache")
     for name, x in (("k", k), ("v", v)):
-        why.need(x.dim() == 3, f"{name} must be [T, Hkv, D], got {validation.shape(x)}")
+        why.need(x.dim() == 3, "{} must be [T, Hkv, D], got {}", name, validation.shape(x))
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        why.need(x.dim() == 4, f"{name} must be [num_pages, page_size, Hkv, D], got {validation.shape(x)}")
+        why.need(x.dim() == 4, "{} must be [num_pages, page_size, Hkv, D], got {}", name, validation.shape(x))
     why.done()
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         why.need(
             x.shape[1:] == cache.shape[2:],
-            f"{name} must have {name}_cache's heads and head dim {list(cache.shape[2:])}, got {list(x.shape[1:])}",
+            "{} must have {}_cache's heads and head dim {}, got {}",
+            name,
+            name,
+            list(cache.shape[2:]),
+            list(x.shape[1:]),
         )
         why.need(
             cache.dtype in (x.dtype, torch.float8_e4m3fn),
-            f"{name}_cache must be {x.dtype} or torch.float8_e4m3fn, got {cache.dtype}",
+            "{}_cache must be {} or torch.float8_e4m3fn, got {}",
+            name,
+            x.dtype,
+            cache.dtype,
         )
-        why.need(cache.device == x.device, f"{name}_cache must be on {name}'s device {x.device}, got {cache.device}")
+        why.need(
+            cache.device == x.device,
+            "{}_cache must be on {}'s device {}, got {}",
+            name,
+            name,
+            x.device,
+            cache.device,
+        )
     validation.check_scale(why, "k_scale", k_scale, k_cache)
     validation.check_scale(why, "v_scale", v_scale, v_cache)
     why.need(
         k_cache.shape[:2] == v_cache.shape[:2],
-        f"k_cache and v_cache must have equal pages, got {list(k_cache.shape[:2])} and {list(v_cache.shape[:2])}",
+        "k_cache and v_cache must have equal pages, got {} and {}",
+        list(k_cache.shape[:2]),
+        list(v_cache.shape[:2]),
     )
     why.need(
         validation.shape(slot_mapping) == [k.shape[0]] and k.shape[0] == v.shape[0],
-        f"k, v and slot_mapping must have equal tokens, got {k.shape[0]}, {v.shape[0]} and "
-        f"{validation.shape(slot_mapping)}",
+        "k, v and slot_mapping must have equal tokens, got {}, {} and {}",
+        k.shape[0],
+        v.shape[0],
+        validation.shape(slot_mapping),
     )
     why.need(
         slot_mapping.dtype in (torch.int32, torch.int64),
-        f"slot_mapping must be int32 or int64, got {slot_mapping.dtype}",
+        "slot_mapping must be int32 or int64, got {}",
+        slot_mapping.dtype,
     )
-    why.need(slot_mapping.device == k.device, f"slot_mapping must be on k's device {k.device}, got {slot_mapping.device}")
+    why.need(
+        slot_mapping.device == k.device,
+        "slot_mapping must be on k's device {}, got {}",
+        k.device,
+        slot_mapping.device,
+    )
     why.done()
     chosen = resolve_impl(impl, k.device)
     if rope is not None:

@@ -22,7 +22,8 @@ _PAGED = "Tensor? k_scale, Tensor? v_scale, Tensor? plan_work, SymInt plan_slots
 
 torch.library.define(
     "rl_attn::attention_forward",
-    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_LAYOUT}, {_PAGED}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_LAYOUT}, {_PAGED}, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "rl_attn::attention_forward_out",
@@ -31,8 +32,8 @@ torch.library.define(
 )
 torch.library.define(
     "rl_attn::attention_backward",
-    f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sinks, {_LAYOUT}, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sinks, "
+    f"{_LAYOUT}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define("rl_attn::merge_attention", "(Tensor outs, Tensor lses, str impl) -> (Tensor, Tensor)")
 torch.library.define(
@@ -42,8 +43,8 @@ torch.library.define(
 )
 torch.library.define(
     "rl_attn::apply_rope",
-    "(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool interleaved, SymInt rotary_dim, bool inverse, str impl)"
-    " -> Tensor",
+    "(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool interleaved, SymInt rotary_dim, bool inverse, "
+    "str impl) -> Tensor",
 )
 
 _NUM_LAYOUT, _NUM_PAGED, _NUM_OPTIONS = 9, 4, 10
@@ -227,7 +228,9 @@ def _merge_save(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[Tens
     ctx.save_for_backward(outs, lses, *output)
 
 
-def _merge_gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+def _merge_gradient(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, None]:
     """With w_p = exp(lse_p - lse): dout_p = w_p dout and dlse_p = w_p (dout . (out_p - out) + dlse)."""
     outs, lses, out, lse = ctx.saved_tensors
     if dout is None and dlse is None:
@@ -279,7 +282,14 @@ def _write_kv_cache_fake(
 
 @torch.library.impl("rl_attn::apply_rope", "default")
 def _apply_rope(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, rotary_dim: int, inverse: bool, impl: str
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    interleaved: bool,
+    rotary_dim: int,
+    inverse: bool,
+    impl: str,
 ) -> Tensor:
     result: Tensor = implementation(impl, "rope").apply_rope(
         x, cos, sin, positions, interleaved=interleaved, rotary_dim=rotary_dim, inverse=inverse
@@ -289,7 +299,14 @@ def _apply_rope(
 
 @torch.library.register_fake("rl_attn::apply_rope")
 def _apply_rope_fake(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, rotary_dim: int, inverse: bool, impl: str
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    interleaved: bool,
+    rotary_dim: int,
+    inverse: bool,
+    impl: str,
 ) -> Tensor:
     return x.new_empty(x.shape)
 

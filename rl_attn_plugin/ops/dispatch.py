@@ -22,7 +22,9 @@ def triton_reasons(device: torch.device) -> list[str]:
     if importlib.util.find_spec("triton") is None:
         reasons.append("triton is not installed: pip install triton")
     if device.type not in ("cuda", "xpu") and os.environ.get("TRITON_INTERPRET") != "1":
-        reasons.append(f"triton needs a GPU or TRITON_INTERPRET=1 in the environment, got tensors on {device.type}")
+        reasons.append(
+            f"triton needs a GPU or TRITON_INTERPRET=1 in the environment, got tensors on {device.type}"
+        )
     return reasons
 
 
@@ -44,20 +46,25 @@ def resolve_impl(impl: Impl | str, device: torch.device) -> Impl:
         return wanted
     if wanted is Impl.TORCH:
         return wanted
-    return _auto(device.type)
+    return Impl(_auto(device.type))
 
 
-@functools.cache
-def _auto(device_type: str) -> Impl:
+@torch.compiler.assume_constant_result
+def _auto(device_type: str) -> str:  # a plain string: torch.compile takes no enum as a constant
     if device_type == "cpu":
-        return Impl.TORCH
+        return Impl.TORCH.value
     reasons = triton_reasons(torch.device(device_type))
-    chosen = Impl.TORCH if reasons else Impl.TRITON
-    _log.info("impl='auto' took %r on %s%s", chosen.value, device_type, "".join(f" ({r})" for r in reasons))
+    chosen = (Impl.TORCH if reasons else Impl.TRITON).value
+    _say_once(device_type, chosen, "; ".join(reasons))
     return chosen
 
 
 @functools.cache
+def _say_once(device_type: str, chosen: str, reasons: str) -> None:
+    _log.info("impl='auto' took %r on %s%s", chosen, device_type, f" ({reasons})" if reasons else "")
+
+
+@torch.compiler.assume_constant_result
 def arch(device: torch.device) -> str:
     """The architecture that the default schedule depends on: ``cpu``, ``sm_90``, ``gfx942``."""
     if device.type != "cuda":

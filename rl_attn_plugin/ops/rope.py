@@ -25,7 +25,7 @@ def apply_rope(x: Tensor, rope: Rope, *, impl: Impl | str = Impl.AUTO) -> Tensor
         ValueError: with every reason.
     """
     why = validation.Reasons("apply_rope")
-    if why.need(x.dim() in (3, 4), f"x must be [T, H, D] or [B, S, H, D], got {validation.shape(x)}"):
+    if why.need(x.dim() in (3, 4), "x must be [T, H, D] or [B, S, H, D], got {}", validation.shape(x)):
         validation.check_rope(why, x, rope)
     why.done()
     rotary = x.shape[-1] if rope.rotary_dim is None else rope.rotary_dim

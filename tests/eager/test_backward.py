@@ -73,8 +73,10 @@ def test_varlen_gradients(dtype: torch.dtype, options: dict[str, object]) -> Non
     cu_q, cu_k = offsets(q_lengths), offsets(k_lengths)
     total_q, total_k = int(cu_q[-1]) + extra, int(cu_k[-1]) + extra
     tensors = [
-        leaf(total_q, 6, 40, dtype=dtype), leaf(total_k, 2, 40, dtype=dtype), leaf(total_k, 2, 24, dtype=dtype)
-    ]  # fmt: skip
+        leaf(total_q, 6, 40, dtype=dtype),
+        leaf(total_k, 2, 40, dtype=dtype),
+        leaf(total_k, 2, 24, dtype=dtype),
+    ]
     arguments = dict(options)
     if arguments.pop("sinks", False):
         tensors.append(leaf(6, dtype=torch.float32))
@@ -116,9 +118,7 @@ def test_masked_rows_and_strided_gradients() -> None:
     strange = torch.randn(4, 1, 32).transpose(0, 1).expand(2, 33, 4, 32)
     got = torch.autograd.grad(result.out, (q, k, v), strange)
     copies = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    outs = [
-        attention_reference(*(x[b].transpose(0, 1) for x in copies), keep=mask[b])[0] for b in range(2)
-    ]
+    outs = [attention_reference(*(x[b].transpose(0, 1) for x in copies), keep=mask[b])[0] for b in range(2)]
     want = torch.autograd.grad(torch.stack(outs), copies, strange.double())
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)
