@@ -1,0 +1,3 @@
+"""Adapters to frameworks, one subpackage each; importing this package imports none of them."""
+
+from __future__ import annotations
