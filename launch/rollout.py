@@ -1,7 +1,7 @@
 """The rollout side on top of a `Session`: sampling, recording, and the two replays.
 
-Nothing here knows the framework or Ray. The batch composition of every path is decided here, from the shard alone, so
-that a shard which is done again gives the same tokens and the same numbers.
+Nothing here knows the framework or Ray. The batch composition of every path is decided here, from the shard
+alone, so that a shard which is done again gives the same tokens and the same numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Completion:
 
 
 def token_logps(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """fp32 log-prob of ``tokens [N]`` under ``logits [N, V]`` at ``temperature``, without truncation: ``[N]``."""
+    """fp32 log-prob of ``tokens [N]`` under ``logits [N, V]`` at ``temperature``, without truncation:
+    ``[N]``."""
     scaled = logits.float() / temperature
     return torch.log_softmax(scaled, dim=-1).gather(-1, tokens[:, None].long())[:, 0]
 
@@ -47,8 +48,8 @@ def token_logps(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 def draw(logits: Tensor, sampling: Sampling, sample: int, step: int) -> int:
     """The token that ``sample`` takes at ``step``: nucleus sampling by inverting the CDF.
 
-    The uniform number is a function of (seed, sample, step) alone: it does not depend on who else is in the batch, and
-    a restart finds it again.
+    The uniform number is a function of (seed, sample, step) alone: it does not depend on who else is in the
+    batch, and a restart finds it again.
 
     Args:
         logits: ``[V]``.
@@ -56,7 +57,9 @@ def draw(logits: Tensor, sampling: Sampling, sample: int, step: int) -> int:
         sample: number of the sample in the job.
         step: index of the new token in its completion.
     """
-    generator = np.random.Generator(np.random.Philox(key=np.array([sampling.seed, sample], np.uint64), counter=step))
+    generator = np.random.Generator(
+        np.random.Philox(key=np.array([sampling.seed, sample], np.uint64), counter=step)
+    )
     scaled = logits.double().cpu() / sampling.temperature
     ordered, order = torch.softmax(scaled, dim=-1).sort(descending=True, stable=True)
     cumulative = ordered.cumsum(0)
@@ -68,11 +71,16 @@ def draw(logits: Tensor, sampling: Sampling, sample: int, step: int) -> int:
     return int(order[min(index, len(nucleus) - 1)])
 
 
-def prefill(session: Session, rows: Mapping[int, Sequence[int]], keep: Mapping[int, int], chunk_size: int) -> dict[int, Tensor]:
-    """Feeds whole sequences in chunks; returns the logits of each row's last ``keep`` tokens, ``[keep, V]``."""
+def prefill(
+    session: Session, rows: Mapping[int, Sequence[int]], keep: Mapping[int, int], chunk_size: int
+) -> dict[int, Tensor]:
+    """Feeds whole sequences in chunks; returns the logits of each row's last ``keep`` tokens, ``[keep,
+    V]``."""
     kept: dict[int, list[Tensor]] = {row: [] for row in rows}
     for start in range(0, max(map(len, rows.values())), chunk_size):
-        chunk = {row: tokens[start : start + chunk_size] for row, tokens in rows.items() if start < len(tokens)}
+        chunk = {
+            row: tokens[start : start + chunk_size] for row, tokens in rows.items() if start < len(tokens)
+        }
         wanted = {}
         for row, tokens in chunk.items():
             first = len(rows[row]) - keep[row]  # absolute index of the first kept token
@@ -85,7 +93,8 @@ def prefill(session: Session, rows: Mapping[int, Sequence[int]], keep: Mapping[i
 def sample_and_record(
     policy: Policy, arm: str, requests: Sequence[Request], sampling: Sampling, chunk_size: int
 ) -> tuple[list[Completion], list[np.ndarray]]:
-    """The rollout itself: chunked prefill, then decoding the whole shard together, with each token's log-prob."""
+    """The rollout itself: chunked prefill, then decoding the whole shard together, with each token's
+    log-prob."""
     return _decode(policy, arm, requests, None, sampling, chunk_size, scatter_pages=False)
 
 
@@ -110,13 +119,20 @@ def replay_chunked(
     chunk_size: int,
 ) -> list[np.ndarray]:
     """Prompt and answer together as one chunked prefill."""
-    rows = {row: (*request.prompt, *done.tokens) for row, (request, done) in enumerate(zip(requests, completions, strict=True))}
+    rows = {
+        row: (*request.prompt, *done.tokens)
+        for row, (request, done) in enumerate(zip(requests, completions, strict=True))
+    }
     session = policy.open(arm, [len(tokens) for tokens in rows.values()])
     # The last token predicts nothing that was sampled, so it is not fed.
     fed = {row: tokens[:-1] for row, tokens in rows.items()}
-    logits = prefill(session, fed, {row: len(done.tokens) for row, done in enumerate(completions)}, chunk_size)
+    logits = prefill(
+        session, fed, {row: len(done.tokens) for row, done in enumerate(completions)}, chunk_size
+    )
     return [
-        token_logps(logits[row], torch.tensor(done.tokens, device=logits[row].device), sampling.temperature).cpu().numpy()
+        token_logps(logits[row], torch.tensor(done.tokens, device=logits[row].device), sampling.temperature)
+        .cpu()
+        .numpy()
         for row, done in enumerate(completions)
     ]
 
@@ -129,7 +145,8 @@ def replay_decode(
     sampling: Sampling,
     chunk_size: int,
 ) -> list[np.ndarray]:
-    """Decoding again with given tokens, in other batches (last half first, each in reverse) and other pages."""
+    """Decoding again with given tokens, in other batches (last half first, each in reverse) and other
+    pages."""
     order = list(reversed(range(len(requests))))
     half = (len(order) + 1) // 2
     replayed: dict[int, np.ndarray] = {}
@@ -153,9 +170,12 @@ def _decode(
     *,
     scatter_pages: bool,
 ) -> tuple[list[Completion], list[np.ndarray]]:
-    """One batch, decoded together; rows leave it as they finish. Tokens are drawn, or taken from ``given``."""
+    """One batch, decoded together; rows leave it as they finish. Tokens are drawn, or taken from
+    ``given``."""
     session = policy.open(
-        arm, [len(request.prompt) + sampling.max_new_tokens for request in requests], scatter_pages=scatter_pages
+        arm,
+        [len(request.prompt) + sampling.max_new_tokens for request in requests],
+        scatter_pages=scatter_pages,
     )
     rows = range(len(requests))
     logits = prefill(session, {row: requests[row].prompt for row in rows}, dict.fromkeys(rows, 1), chunk_size)
@@ -185,6 +205,7 @@ def _decode(
             session.close_rows(finished)
         logits = session.feed({row: [tokens[row][-1]] for row in active}, dict.fromkeys(active, 1))
     completions = [
-        Completion(tokens=tuple(ids), finish_reason=reason) for ids, reason in zip(tokens, reasons, strict=True)
+        Completion(tokens=tuple(ids), finish_reason=reason)
+        for ids, reason in zip(tokens, reasons, strict=True)
     ]
     return completions, [torch.stack(values).numpy() for values in logps]

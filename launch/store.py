@@ -2,13 +2,12 @@
 
 ::
 
-    manifest.json            configuration, provenance, model hashes, samples, timing; "state" says running or finished
-    tokens/part-00000.parquet  one shard: a row per token, arm and path; its samples and timing in the file's metadata
-    drift.json, report.html  the result
-    logs/                    logs of the workers
+    manifest.json            configuration, provenance, model hashes, samples, timing; "state" says running
+    or finished tokens/part-00000.parquet  one shard: a row per token, arm and path; its samples and timing
+    in the file's metadata drift.json, report.html  the result logs/                    logs of the workers
 
-A shard is committed by one rename of one file, so after a crash it is either there with all that belongs to it or not
-there at all. Every file is written under a temporary name, synced, and renamed.
+A shard is committed by one rename of one file, so after a crash it is either there with all that belongs to
+it or not there at all. Every file is written under a temporary name, synced, and renamed.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def write_atomic(path: Path, data: bytes) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        os.replace(temporary, path)
+        temporary.replace(path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -92,7 +91,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 def write_failure(path: Path, error: OSError) -> str:
     """A sentence about a failed write, with what helps."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{path} cannot be written: the disk is full. Free some space and run the same command: it resumes"
+        return f"{path} cannot be written: the disk is full. Free some space; the same command resumes"
     return f"{path} cannot be written: {error.strerror or error}"
 
 
@@ -126,14 +125,19 @@ class RunStore:
 
     def _open(self) -> dict[str, Any]:
         if not (self.root / "manifest.json").exists():
-            manifest: dict[str, Any] = {"state": "running", "identity": self.identity, "samples": [], "timing": {}}
+            manifest: dict[str, Any] = {
+                "state": "running",
+                "identity": self.identity,
+                "samples": [],
+                "timing": {},
+            }
         else:
             manifest = read_manifest(self.root)
             differing = _differences(manifest.get("identity", {}), self.identity)
             if differing:
                 raise StoreError(
-                    f"{self.root} holds another run; give another --out, or the same configuration to resume it. "
-                    "Different are:\n" + "\n".join(f"  {line}" for line in differing)
+                    f"{self.root} holds another run; give another --out, or the same configuration to resume "
+                    "it. Different are:\n" + "\n".join(f"  {line}" for line in differing)
                 )
         for folder in (self.root / "tokens", self.root / "logs"):
             try:
@@ -177,7 +181,8 @@ class RunStore:
 
 
 def set_aside(root: Path) -> Path | None:
-    """Renames a finished run to ``<root>.<when it was made>`` and returns the new name; leaves anything else alone."""
+    """Renames a finished run to ``<root>.<when it was made>`` and returns the new name; leaves anything
+    else alone."""
     if not (root / "manifest.json").is_file():
         return None
     manifest = read_manifest(root)
@@ -239,7 +244,9 @@ def _read_part(path: Path, identity: Mapping[str, Any]) -> Shard | None:
         if meta["identity"] != json.loads(json.dumps(dict(identity))):
             return None
         return Shard(
-            table=table.replace_schema_metadata(None).cast(TOKEN_SCHEMA), samples=meta["samples"], timing=meta["timing"]
+            table=table.replace_schema_metadata(None).cast(TOKEN_SCHEMA),
+            samples=meta["samples"],
+            timing=meta["timing"],
         )
     except (OSError, ValueError, KeyError):
         return None

@@ -1,7 +1,7 @@
 """The two sides as plain classes; the job makes Ray actors of them.
 
-Both are stateless between calls but for the model: a call depends on its arguments alone, so a worker that died is
-replaced by a new one and the shard is simply done again.
+Both are stateless between calls but for the model: a call depends on its arguments alone, so a worker that
+died is replaced by a new one and the shard is simply done again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class _Worker:
     def load(self, spec: PolicySpec) -> PolicyIdentity:
         """Loads the model and says what was loaded.
 
-        Not done by the constructor, so that an error in it is this call's error and not the death of an actor.
+        Not done by the constructor, so that an error in it is this call's error and not the death of an
+        actor.
         """
         self._policy: Policy = load_policy(spec)
         return self._policy.identity()
@@ -58,14 +59,17 @@ class _Worker:
 class TrainerWorker(_Worker):
     """Scores whole sequences the way a trainer does: one packed full prefill."""
 
-    def score(
-        self, arm: str, requests: Sequence[Request], sampled: Sampled, temperature: float
-    ) -> Scored:
+    def score(self, arm: str, requests: Sequence[Request], sampled: Sampled, temperature: float) -> Scored:
         """Log-probs of the completions of a shard."""
         start = time.perf_counter()
-        pairs = list(zip(requests, sampled.completions, strict=True))
-        scores = self._policy.score(arm, [[*request.prompt, *done.tokens] for request, done in pairs], temperature)
-        logps = [score[len(request.prompt) :].cpu().numpy() for score, (request, _) in zip(scores, pairs, strict=True)]
+        sequences = [
+            (*request.prompt, *done.tokens)
+            for request, done in zip(requests, sampled.completions, strict=True)
+        ]
+        scores = self._policy.score(
+            arm, sequences, [len(request.prompt) for request in requests], temperature
+        )
+        logps = [score.numpy() for score in scores]
         return Scored(logps=logps, seconds=time.perf_counter() - start)
 
 
@@ -76,13 +80,26 @@ class RolloutWorker(_Worker):
         """Draws the completions of a shard with the arm's attention."""
         start = time.perf_counter()
         completions, logps = sample_and_record(self._policy, arm, requests, sampling, chunk_size)
-        return Sampled(completions=completions, recorded=Scored(logps=logps, seconds=time.perf_counter() - start))
+        return Sampled(
+            completions=completions, recorded=Scored(logps=logps, seconds=time.perf_counter() - start)
+        )
 
     def replay(
-        self, arm: str, path: str, requests: Sequence[Request], sampled: Sampled, sampling: Sampling, chunk_size: int
+        self,
+        arm: str,
+        path: str,
+        requests: Sequence[Request],
+        sampled: Sampled,
+        sampling: Sampling,
+        chunk_size: int,
     ) -> Scored:
-        """Log-probs of given completions along ``path``: ``recorded``, ``chunked_prefill`` or ``decode_replay``."""
-        replay = {"recorded": record_given, "chunked_prefill": replay_chunked, "decode_replay": replay_decode}[path]
+        """Log-probs of given completions along ``path``: ``recorded``, ``chunked_prefill`` or
+        ``decode_replay``."""
+        replay = {
+            "recorded": record_given,
+            "chunked_prefill": replay_chunked,
+            "decode_replay": replay_decode,
+        }[path]
         start = time.perf_counter()
         logps = replay(self._policy, arm, requests, sampled.completions, sampling, chunk_size)
         return Scored(logps=logps, seconds=time.perf_counter() - start)

@@ -16,13 +16,13 @@ EXIT_USAGE = 1
 def parity(config: JobConfig) -> int:
     """Measure how far a trainer's log-probs are from those of the rollout that sampled the tokens.
 
-    Two Ray workers on this machine load the same model. The rollout samples answers to the prompts with chunked
-    prefill and paged decode; the trainer scores them in one packed prefill; the rollout scores them again along its
-    other paths. Both do so with native attention and with the plugin's. The difference is printed, and written to a
-    run directory with every token behind it.
+    Two Ray workers on this machine load the same model. The rollout samples answers to the prompts with
+    chunked prefill and paged decode; the trainer scores them in one packed prefill; the rollout scores them
+    again along its other paths. Both do so with native attention and with the plugin's. The difference is
+    printed, and written to a run directory with every token behind it.
 
-    Exit status: 0 PASS, 2 DRIFT, 3 INCONCLUSIVE (too few tokens), 1 bad input or wrong usage, 130 interrupted (the
-    same command resumes).
+    Exit status: 0 PASS, 2 DRIFT, 3 INCONCLUSIVE (too few tokens), 1 bad input or wrong usage, 130
+    interrupted (the same command resumes).
 
     Examples:
       rl-attn parity

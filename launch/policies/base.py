@@ -1,7 +1,8 @@
 """What the job asks of a framework: who are you, score these sequences, and let me feed you tokens.
 
-A rollout is driven through one primitive, `Session.feed`: a chunk of a prompt, one decoded token, or any mix over the
-batch. How tokens are chosen and in which batches they are fed is the job's business, and the same for every framework.
+A rollout is driven through one primitive, `Session.feed`: a chunk of a prompt, one decoded token, or any
+mix over the batch. How tokens are chosen and in which batches they are fed is the job's business, and the
+same for every framework.
 """
 
 from __future__ import annotations
@@ -83,12 +84,20 @@ class Policy(Protocol):
         """Hashes of what was loaded, taken before any injected fault."""
         ...
 
-    def score(self, arm: str, sequences: Sequence[Sequence[int]], temperature: float) -> list[Tensor]:
+    def score(
+        self, arm: str, sequences: Sequence[Sequence[int]], starts: Sequence[int], temperature: float
+    ) -> list[Tensor]:
         """Log-probs of given sequences the trainer's way: all of them in one packed full prefill.
 
+        Args:
+            arm: ``"native"`` or ``"plugin"``.
+            sequences: token ids.
+            starts: the first token of each sequence to score, at least 1.
+            temperature: what the logits are divided by.
+
         Returns:
-            For each sequence fp32 ``[L]``: entry t is the log-prob of token t given tokens before it; entry 0,
-            which nothing precedes, is NaN.
+            For each sequence fp32 ``[L - start]`` on the CPU: entry j is the log-prob of token ``start +
+            j`` given those before it.
         """
         ...
 

@@ -1,4 +1,5 @@
-"""The text side of a model, for the process that drives the job: tokenizer, chat template and context length."""
+"""The text side of a model, for the process that drives the job: tokenizer, chat template and context
+length."""
 
 from __future__ import annotations
 
@@ -28,14 +29,17 @@ class TextModel:
 
         Args:
             text: raw text or a rendered chat.
-            add_special_tokens: put those before it that the tokenizer always does; a rendered chat has its own.
+            add_special_tokens: put those before it that the tokenizer always does; a rendered chat has its
+                own.
         """
         ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
     def decode(self, tokens: list[int]) -> str:
         """Text of ``tokens``, special ones included; bytes that are not UTF-8 come as U+FFFD."""
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return text
 
     def render_chat(self, messages: list[dict[str, str]]) -> str:
@@ -49,7 +53,28 @@ class TextModel:
         if not self._tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; use prompt instead of messages")
         try:
-            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
         except TemplateError as error:
             raise ValueError(str(error)) from error
         return text
+
+
+def load_text_model(spec: str) -> TextModel:
+    """The tokenizer and limits of a model.
+
+    Args:
+        spec: ``"smollm2"``, a folder or a hub id.
+
+    Raises:
+        JobError: there is no such model, or what is there is not one.
+    """
+    from rl_attn_plugin.integrations import transformers as plugin
+
+    try:
+        tokenizer = plugin.load_tokenizer(spec)
+        config = plugin.load_config(spec)
+    except (OSError, ValueError, ImportError) as error:
+        raise JobError(f"--model {spec}: {error}") from error
+    return TextModel(spec, spec, int(config.max_position_embeddings), tokenizer)

@@ -1,13 +1,13 @@
 """The transformers policy: one model, both arms of attention.
 
-The native arm is what transformers does by itself: sdpa, a `DynamicCache`, padded batches. The plugin arm runs the same
-model with ``attn_implementation="rl_attn"``: packed batches over a paged cache. The weights are loaded once; an arm is
-switched to by name.
+The native arm is what transformers does by itself: sdpa, a `DynamicCache`, padded batches. The plugin arm
+runs the same model with ``attn_implementation="rl_attn"``: packed batches over a paged cache. The weights
+are loaded once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,56 +20,82 @@ from rl_attn_plugin.launch.policies.base import PolicyIdentity, PolicySpec, Sess
 ATTENTION = {"native": "sdpa", "plugin": "rl_attn"}
 
 
-class NativeSession:
-    """Padded batches over a `DynamicCache`.
+class TransformersPolicy:
+    """A transformers causal language model on one device.
 
-    A feed appends as many columns as its longest row needs; shorter rows are padded on the right there, so their
-    sequence has holes, which the attention mask hides and the position ids skip. Padding never precedes a row's first
-    token, so no query is left without a key.
+    Args:
+        spec: what to load; ``spec.fault`` is done after the weights were hashed.
     """
 
-    def __init__(self, model: Any, rows: int) -> None:
-        from transformers import DynamicCache
+    def __init__(self, spec: PolicySpec) -> None:
+        torch.set_grad_enabled(False)
+        plugin.register()
+        tokenizer = plugin.load_tokenizer(spec.model)
+        self._model = plugin.load_model(spec.model, dtype=getattr(torch, spec.dtype), device=spec.device)
+        self._page_size = spec.page_size
+        config = self._model.config
+        self._identity = PolicyIdentity(
+            weights_sha256=plugin.weights_sha256(self._model),
+            tokenizer_sha256=plugin.tokenizer_sha256(tokenizer),
+            architecture=f"{type(self._model).__name__}, {config.num_hidden_layers} layers, "
+            f"hidden {config.hidden_size}, vocabulary {config.vocab_size}",
+            dtype=spec.dtype,
+        )
+        self.stop_ids = _stop_ids(self._model, tokenizer)
+        _break(self._model, spec.fault)
 
-        self._model = model
-        self._cache = DynamicCache(config=model.config)
-        self._rows = list(range(rows))
-        self._mask = torch.zeros(rows, 0, dtype=torch.long)
-        self._lengths = dict.fromkeys(self._rows, 0)
+    def identity(self) -> PolicyIdentity:
+        """See `Policy.identity`."""
+        return self._identity
 
-    def feed(self, tokens: Mapping[int, Sequence[int]], keep: Mapping[int, int]) -> dict[int, Tensor]:
-        """See `Session.feed`."""
-        width = max(map(len, tokens.values()))
-        ids = torch.zeros(len(self._rows), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        positions = torch.zeros_like(ids)
-        for line, row in enumerate(self._rows):
-            new = tokens.get(row, ())
-            ids[line, : len(new)] = torch.tensor(new, dtype=torch.long)
-            mask[line, : len(new)] = 1
-            positions[line, : len(new)] = torch.arange(len(new)) + self._lengths[row]
-            self._lengths[row] += len(new)
-        self._mask = torch.cat([self._mask, mask], dim=1)
-        wanted = {row: range(len(tokens[row]) - count, len(tokens[row])) for row, count in keep.items() if count}
-        columns = sorted({column for columns in wanted.values() for column in columns}) or [width - 1]
-        device = self._model.device
-        logits = self._model(
-            input_ids=ids.to(device),
-            attention_mask=self._mask.to(device),
-            position_ids=positions.to(device),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=torch.tensor(columns, device=device),
-        ).logits
-        place = {column: i for i, column in enumerate(columns)}
-        return {
-            row: logits[self._rows.index(row), [place[column] for column in chosen]].float()
-            for row, chosen in wanted.items()
-        }
+    def score(
+        self, arm: str, sequences: Sequence[Sequence[int]], starts: Sequence[int], temperature: float
+    ) -> list[Tensor]:
+        """See `Policy.score`."""
+        return plugin.score_packed(
+            self._model, sequences, temperature=temperature, starts=starts, attn_implementation=ATTENTION[arm]
+        )
 
-    def close_rows(self, rows: Sequence[int]) -> None:
-        """See `Session.close_rows`."""
-        stay = [line for line, row in enumerate(self._rows) if row not in rows]
-        self._rows = [self._rows[line] for line in stay]
-        self._mask = self._mask[stay]
-        self._cache.batch_select_indices(torch.tensor(stay, device=self._model.device))
+    def open(self, arm: str, capacities: Sequence[int], *, scatter_pages: bool = False) -> Session:
+        """See `Policy.open`."""
+        capacity = max(capacities)
+        if arm == "native":
+            return plugin.NativeSession(self._model, len(capacities), capacity=capacity)
+        pages = len(capacities) * -(-capacity // self._page_size)
+        return plugin.PagedSession(
+            self._model,
+            len(capacities),
+            page_size=self._page_size,
+            num_pages=pages,
+            page_order=_scattered(pages) if scatter_pages else range(pages),
+        )
+
+
+def _scattered(pages: int) -> list[int]:
+    """A fixed shuffle, far from the ascending order in which a fresh cache hands out its pages."""
+    return torch.randperm(pages, generator=torch.Generator().manual_seed(pages)).tolist()
+
+
+def _stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = set(declared) if isinstance(declared, list) else {declared}
+    return frozenset({*ids, tokenizer.eos_token_id} - {None})
+
+
+def _break(model: Any, fault: Fault) -> None:
+    """Damages a model on purpose, so that a user can see the job notice."""
+    if fault == "weights":
+        for name, parameter in model.named_parameters():
+            if name.endswith("o_proj.weight"):
+                parameter.mul_(1.05)
+                return
+        raise ValueError("--inject-fault weights needs a model with o_proj layers")
+    if fault == "rope":
+        rotary = [module for module in model.modules() if hasattr(module, "inv_freq")]
+        if not rotary:
+            raise ValueError("--inject-fault rope needs a model with rotary embeddings")
+        for module in rotary:
+            exponents = torch.arange(len(module.inv_freq), device=module.inv_freq.device) / len(
+                module.inv_freq
+            )
+            module.inv_freq.mul_(1.5**-exponents)

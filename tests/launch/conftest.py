@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,16 @@ import pytest
 from rl_attn_plugin.launch.prompts import read_prompts
 
 _TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 def _make_model(folder: Path, *, seed: int = 0, context: int = 512) -> Path:
-    """A two-layer Llama with grouped heads, weights large enough that attention matters, and a trained BPE."""
+    """A two-layer Llama with grouped heads, weights large enough that attention matters, and a trained
+    BPE."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -27,11 +32,19 @@ def _make_model(folder: Path, *, seed: int = 0, context: int = 512) -> Path:
     bpe.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=480, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=480,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    texts = [prompt.text or " ".join(content for _, content in prompt.messages or ()) for prompt in read_prompts(None)]
+    texts = [
+        prompt.text or " ".join(content for _, content in prompt.messages or ())
+        for prompt in read_prompts(None)
+    ]
     bpe.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     tokenizer.chat_template = _TEMPLATE
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(
@@ -45,12 +58,12 @@ def _make_model(folder: Path, *, seed: int = 0, context: int = 512) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_model():
+def make_model() -> Callable[..., Path]:
     return _make_model
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _make_model(tmp_path_factory.mktemp("model"))
 
 
@@ -59,7 +72,10 @@ def write_prompts(folder: Path) -> Path:
     rows = [
         {"id": "one", "prompt": "The harbour lay quiet under the first snow of the year"},
         {"id": "two", "prompt": "def dijkstra(graph):\n    distances = {}\n    while queue:\n"},
-        {"id": "three", "messages": [{"role": "user", "content": "Why is the sky blue at noon but red at sunset?"}]},
+        {
+            "id": "three",
+            "messages": [{"role": "user", "content": "Why is the sky blue at noon but red at sunset?"}],
+        },
         {"id": "four", "prompt": "A"},
         {"id": "five", "prompt": "List ten things that belong in a first-aid kit. " * 3},
     ]
@@ -69,19 +85,19 @@ def write_prompts(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def short_prompts(tmp_path_factory):
+def short_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_prompts(tmp_path_factory.mktemp("prompts"))
 
 
 @pytest.fixture(scope="session")
-def shared_ray():
+def shared_ray() -> Iterator[None]:
     """Ray for jobs that run in this process; starting it for each would take most of the suite's time."""
     import ray
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
         address="local", num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=80 * 2**20,
-        log_to_driver=False, logging_level="error",
+        log_to_driver=False, logging_level=logging.ERROR,
     )  # fmt: skip
     yield
     ray.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
@@ -30,19 +31,19 @@ from rl_attn_plugin.launch.config import Batching, JobConfig, Runtime, Sampling
         (lambda: JobConfig(min_tokens=0), "--min-tokens must be at least 1, got 0"),
     ],
 )
-def test_bad_values_are_refused_by_name(make, message):
+def test_bad_values_are_refused_by_name(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_config_is_frozen_and_keyword_only():
+def test_config_is_frozen_and_keyword_only() -> None:
     with pytest.raises(FrozenInstanceError):
         JobConfig().model = "other"  # type: ignore[misc]
     with pytest.raises(TypeError):
-        JobConfig("smollm2")  # type: ignore[misc]
+        JobConfig("smollm2")  # type: ignore[call-arg]
 
 
-def test_what_decides_the_numbers_decides_the_directory():
+def test_what_decides_the_numbers_decides_the_directory() -> None:
     base = JobConfig()
     assert base.run_directory() == JobConfig().run_directory()
     for other in (
@@ -58,11 +59,11 @@ def test_what_decides_the_numbers_decides_the_directory():
         assert same.run_directory() == base.run_directory(), same
 
 
-def test_out_wins(tmp_path):
+def test_out_wins(tmp_path: Path) -> None:
     assert JobConfig(out=tmp_path / "x").run_directory() == tmp_path / "x"
 
 
-def test_to_dict_is_json(tmp_path):
+def test_to_dict_is_json(tmp_path: Path) -> None:
     plain = JobConfig(out=tmp_path, prompts=tmp_path / "p.jsonl").to_dict()
     assert json.loads(json.dumps(plain)) == plain
     assert plain["sampling"]["top_p"] == 0.95

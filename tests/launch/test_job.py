@@ -11,9 +11,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pyarrow.parquet as pq
 import pytest
 
@@ -23,47 +26,63 @@ from rl_attn_plugin.launch.store import read_manifest, read_tokens
 pytestmark = pytest.mark.usefixtures("shared_ray")
 
 TOKENS = 40
+Job = Callable[..., tuple[int, Path]]
 
 
-def _arguments(model, prompts, out, *more):
+def _arguments(model: Path, prompts: Path, out: Path, *more: str) -> list[str]:
     return [
-        "parity", "--model", str(model), "--prompts", str(prompts), "--out", str(out), "--dtype", "float32", "--device",
-        "cpu", "--max-new-tokens", str(TOKENS), "--shard-size", "2", "--chunk-size", "7", "--page-size", "4", *more,
+        "parity", "--model", str(model), "--prompts", str(prompts), "--out", str(out), "--dtype", "float32",
+        "--device", "cpu", "--max-new-tokens", str(TOKENS), "--shard-size", "2", "--chunk-size", "7",
+        "--page-size", "4", *more,
     ]  # fmt: skip
 
 
 @pytest.fixture
-def job(tiny_model, short_prompts, tmp_path):
+def job(tiny_model: Path, short_prompts: Path, tmp_path: Path) -> Job:
     """Runs the job in this process and returns (exit status, run directory)."""
 
-    def start(*more, model=tiny_model, out=tmp_path / "run"):
-        return cli.main(_arguments(model, short_prompts, out, *more)), out
+    run = tmp_path / "run"
+
+    def start(*more: str) -> tuple[int, Path]:
+        return cli.main(_arguments(tiny_model, short_prompts, run, *more)), run
 
     return start
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tiny_model, short_prompts, tmp_path_factory, shared_ray):
+def undisturbed(
+    tiny_model: Path, short_prompts: Path, tmp_path_factory: pytest.TempPathFactory, shared_ray: None
+) -> Path:
     """The token table of a run that nothing happened to."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     assert cli.main(_arguments(tiny_model, short_prompts, run)) == 0
     return run
 
 
-def _assert_same_result(run, undisturbed):
+def _assert_same_result(run: Path, undisturbed: Path) -> None:
     assert read_tokens(run).equals(read_tokens(undisturbed))
     ours, theirs = read_manifest(run), read_manifest(undisturbed)
     assert ours["samples"] == theirs["samples"]
     assert ours["state"] == "finished"
     # tokens are equal, so what is computed from them must be
-    assert json.loads((run / "drift.json").read_text()) == json.loads((undisturbed / "drift.json").read_text())
-
-
-def test_clean_run_passes_and_leaves_a_whole_run_directory(undisturbed):
-    manifest = read_manifest(undisturbed)
-    assert {"config", "provenance", "model", "timing", "sampling", "chunk_size", "page_size", "created", "version"} <= set(
-        manifest
+    assert json.loads((run / "drift.json").read_text()) == json.loads(
+        (undisturbed / "drift.json").read_text()
     )
+
+
+def test_clean_run_passes_and_leaves_a_whole_run_directory(undisturbed: Path) -> None:
+    manifest = read_manifest(undisturbed)
+    assert {
+        "config",
+        "provenance",
+        "model",
+        "timing",
+        "sampling",
+        "chunk_size",
+        "page_size",
+        "created",
+        "version",
+    } <= set(manifest)
     assert manifest["model"]["dtype"] == "float32"
     assert len(manifest["model"]["weights_sha256"]) == 64
     assert (undisturbed / "report.html").stat().st_size > 1000
@@ -83,14 +102,16 @@ def test_clean_run_passes_and_leaves_a_whole_run_directory(undisturbed):
     keys = {(row["sample"], row["position"], row["arm"], row["path"]) for row in table}
     assert len(keys) == expected
     assert {key[2:] for key in keys} == {
-        (arm, path) for arm in ("native", "plugin") for path in ("recorded", "chunked_prefill", "decode_replay")
+        (arm, path)
+        for arm in ("native", "plugin")
+        for path in ("recorded", "chunked_prefill", "decode_replay")
     }
     for sample in samples:
         assert (sample["finish_reason"] == "length") == (len(sample["completion_tokens"]) == TOKENS)
         assert sample["finish_reason"] == "length" or sample["completion_tokens"][-1] == 2
 
 
-def test_logps_are_those_of_the_model_at_the_sampling_temperature(tiny_model, job):
+def test_logps_are_those_of_the_model_at_the_sampling_temperature(tiny_model: Path, job: Job) -> None:
     """Against a plain forward of transformers, one sequence at a time."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -110,11 +131,14 @@ def test_logps_are_those_of_the_model_at_the_sampling_temperature(tiny_model, jo
                 assert row["logp_rollout"] == pytest.approx(expected, abs=2e-5)
 
 
-def test_drift_json_can_be_recomputed_from_the_tokens(undisturbed):
+def test_drift_json_can_be_recomputed_from_the_tokens(undisturbed: Path) -> None:
     """By code that shares nothing with the product: numpy on the Parquet columns."""
     result = json.loads((undisturbed / "drift.json").read_text())
     columns = pq.read_table(undisturbed / "tokens").to_pydict()
-    logp_t, logp_r = np.array(columns["logp_trainer"], np.float64), np.array(columns["logp_rollout"], np.float64)
+    logp_t, logp_r = (
+        np.array(columns["logp_trainer"], np.float64),
+        np.array(columns["logp_rollout"], np.float64),
+    )
     for arm in ("native", "plugin"):
         for path in ("recorded", "chunked_prefill", "decode_replay"):
             chosen = (np.array(columns["arm"]) == arm) & (np.array(columns["path"]) == path)
@@ -138,7 +162,9 @@ def test_drift_json_can_be_recomputed_from_the_tokens(undisturbed):
                 assert stats[name] == pytest.approx(value, rel=1e-9, abs=1e-12), (arm, path, name)
 
 
-def test_finished_run_is_shown_again_without_work(undisturbed, tiny_model, short_prompts, capsys):
+def test_finished_run_is_shown_again_without_work(
+    undisturbed: Path, tiny_model: Path, short_prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = (undisturbed / "manifest.json").stat().st_mtime_ns
     assert cli.main(_arguments(tiny_model, short_prompts, undisturbed)) == 0
     assert "holds the finished run of this configuration" in " ".join(capsys.readouterr().out.split())
@@ -147,7 +173,7 @@ def test_finished_run_is_shown_again_without_work(undisturbed, tiny_model, short
     assert (undisturbed / "manifest.json").stat().st_mtime_ns == before
 
 
-def test_rerun_measures_again_and_keeps_the_old(job, undisturbed, tmp_path):
+def test_rerun_measures_again_and_keeps_the_old(job: Job, undisturbed: Path, tmp_path: Path) -> None:
     assert job()[0] == 0
     created = read_manifest(tmp_path / "run")["created"]
     time.sleep(1.1)  # "created" has seconds
@@ -159,17 +185,19 @@ def test_rerun_measures_again_and_keeps_the_old(job, undisturbed, tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["weights", "rope"])
-def test_a_broken_trainer_is_drift(job, fault):
+def test_a_broken_trainer_is_drift(job: Job, fault: str) -> None:
     status, run = job("--inject-fault", fault)
     assert status == 2
     assert json.loads((run / "drift.json").read_text())["verdict"] == "DRIFT"
 
 
-def test_bfloat16_passes(job):
+def test_bfloat16_passes(job: Job) -> None:
     assert job("--dtype", "bfloat16")[0] == 0
 
 
-def test_other_weights_are_refused(job, make_model, tmp_path, capsys):
+def test_other_weights_are_refused(
+    job: Job, make_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = make_model(tmp_path / "other", seed=1)
     status, run = job("--rollout-model", str(other))
     assert status == 1
@@ -179,7 +207,9 @@ def test_other_weights_are_refused(job, make_model, tmp_path, capsys):
     assert not list((run / "tokens").iterdir())
 
 
-def test_other_tokenizer_is_refused(job, make_model, tmp_path, capsys):
+def test_other_tokenizer_is_refused(
+    job: Job, make_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from transformers import AutoTokenizer
 
     other = make_model(tmp_path / "other")
@@ -192,42 +222,48 @@ def test_other_tokenizer_is_refused(job, make_model, tmp_path, capsys):
     assert "tokenizer_sha256" in said and "weights_sha256" not in said
 
 
-def test_killed_worker_is_replaced_and_the_shard_done_again(job, undisturbed, tmp_path, capsys):
-    killed = _kill_when(tmp_path / "run", "RolloutWorker")
+def test_killed_worker_is_replaced_and_the_shard_done_again(
+    job: Job, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = _KillWhen(tmp_path / "run", "RolloutWorker")
     status, run = job()
     assert killed.result() and status == 0
     assert "the rollout died" in " ".join(capsys.readouterr().out.split())
     _assert_same_result(run, undisturbed)
 
 
-def test_killed_trainer_is_replaced(job, undisturbed, tmp_path, capsys):
-    killed = _kill_when(tmp_path / "run", "TrainerWorker")
+def test_killed_trainer_is_replaced(
+    job: Job, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = _KillWhen(tmp_path / "run", "TrainerWorker")
     status, run = job()
     assert killed.result() and status == 0
     assert "the trainer died" in " ".join(capsys.readouterr().out.split())
     _assert_same_result(run, undisturbed)
 
 
-def test_worker_that_keeps_dying_ends_the_job_and_keeps_shards(job, undisturbed, tmp_path, capsys):
-    killed = _kill_when(tmp_path / "run", "RolloutWorker")
+def test_worker_that_keeps_dying_ends_the_job_and_keeps_shards(
+    job: Job, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = _KillWhen(tmp_path / "run", "RolloutWorker")
     status, run = job("--tries", "1")
     assert killed.result() and status == 1
-    assert "the rollout died in each of 1 tries of one shard" in " ".join(capsys.readouterr().err.split())
+    assert "the rollout died in all 1 tries of one shard" in " ".join(capsys.readouterr().err.split())
     kept = (run / "tokens/part-00000.parquet").read_bytes()
     assert job()[0] == 0
     assert (run / "tokens/part-00000.parquet").read_bytes() == kept
     _assert_same_result(run, undisturbed)
 
 
-class _kill_when:
+class _KillWhen:
     """Kills a Ray worker of this process, from a thread, as soon as the first shard is there."""
 
-    def __init__(self, run, name):
-        self._killed = None
+    def __init__(self, run: Path, name: str) -> None:
+        self._killed: int | None = None
         self._thread = threading.Thread(target=self._watch, args=(run, name), daemon=True)
         self._thread.start()
 
-    def _watch(self, run, name):
+    def _watch(self, run: Path, name: str) -> None:
         deadline = time.monotonic() + 60
         while not (run / "tokens/part-00000.parquet").exists() and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -236,19 +272,24 @@ class _kill_when:
                 process.kill()
                 self._killed = process.pid
 
-    def result(self):
+    def result(self) -> int | None:
         self._thread.join(60)
         return self._killed
 
 
 @pytest.mark.parametrize("way", ["interrupt", "kill"])
-def test_job_stopped_midway_resumes_to_the_same_result(job, undisturbed, tiny_model, short_prompts, tmp_path, way):
-    """Ctrl-C reaches the whole process group, as a terminal sends it; SIGKILL only the job, whose Ray must die with it."""
+def test_job_stopped_midway_resumes_to_the_same_result(
+    job: Job, undisturbed: Path, tiny_model: Path, short_prompts: Path, tmp_path: Path, way: str
+) -> None:
+    """Ctrl-C reaches the whole process group, as a terminal sends it; SIGKILL only the job, whose Ray must
+    die with it."""
     run = tmp_path / "run"
     command = [sys.executable, "-m", "rl_attn_plugin.cli", *_arguments(tiny_model, short_prompts, run)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     while not (run / "tokens/part-00000.parquet").exists():
-        assert process.poll() is None, process.stdout.read()
+        assert process.poll() is None, process.communicate()[0]
         time.sleep(0.005)
     family = psutil.Process(process.pid).children(recursive=True)
     if way == "interrupt":
@@ -271,17 +312,19 @@ def test_job_stopped_midway_resumes_to_the_same_result(job, undisturbed, tiny_mo
     _assert_same_result(run, undisturbed)
 
 
-def test_full_disk_keeps_finished_shards_and_resumes(job, undisturbed, monkeypatch, capsys):
+def test_full_disk_keeps_finished_shards_and_resumes(
+    job: Job, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The disk is full from the second shard on."""
     real = os.replace
     write = os.write
-    parts = []
+    parts: list[str] = []
 
-    def count(source, target):
+    def count(source: str, target: str) -> None:
         parts.append(str(target))
         real(source, target)
 
-    def full(descriptor, data):
+    def full(descriptor: int, data: Any) -> int:
         if sum("part-" in name for name in parts) >= 1 and len(data) > 5000:
             write(descriptor, bytes(data)[:100])
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -312,7 +355,14 @@ def test_full_disk_keeps_finished_shards_and_resumes(job, undisturbed, monkeypat
         ({"--device": "tpu"}, "tpu"),
     ],
 )
-def test_bad_input_exits_1_and_says_what(tiny_model, short_prompts, tmp_path, capsys, changes, message):
+def test_bad_input_exits_1_and_says_what(
+    tiny_model: Path,
+    short_prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, str],
+    message: str,
+) -> None:
     arguments = _arguments(tiny_model, short_prompts, tmp_path / "run")
     for name, value in changes.items():
         arguments = _replace(arguments, name, value)
@@ -322,14 +372,16 @@ def test_bad_input_exits_1_and_says_what(tiny_model, short_prompts, tmp_path, ca
     assert not (tmp_path / "run" / "manifest.json").exists()
 
 
-def _replace(arguments, name, value):
+def _replace(arguments: list[str], name: str, value: str) -> list[str]:
     if name not in arguments:
         return [*arguments, name, value]
     at = arguments.index(name) + 1
     return [*arguments[:at], value, *arguments[at + 1 :]]
 
 
-def test_another_run_is_refused_and_left_as_it_is(undisturbed, tiny_model, short_prompts, capsys):
+def test_another_run_is_refused_and_left_as_it_is(
+    undisturbed: Path, tiny_model: Path, short_prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
     assert cli.main(_arguments(tiny_model, short_prompts, undisturbed, "--temperature", "0.5")) == 1
     said = " ".join(capsys.readouterr().err.split())
@@ -337,7 +389,9 @@ def test_another_run_is_refused_and_left_as_it_is(undisturbed, tiny_model, short
     assert {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")} == before
 
 
-def test_folder_that_is_no_run_is_refused(job, tmp_path, capsys):
+def test_folder_that_is_no_run_is_refused(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
     assert job()[0] == 1
@@ -345,8 +399,14 @@ def test_folder_that_is_no_run_is_refused(job, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
 
 
-def test_help_teaches_and_exits_0(capsys):
+def test_help_teaches_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["parity", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    for words in ("--model", "--prompts", "--top-p", "Exit status: 0 PASS, 2 DRIFT, 3 INCONCLUSIVE", "--inject-fault"):
+    for words in (
+        "--model",
+        "--prompts",
+        "--top-p",
+        "Exit status: 0 PASS, 2 DRIFT, 3 INCONCLUSIVE",
+        "--inject-fault",
+    ):
         assert words in said

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -18,25 +20,26 @@ from rl_attn_plugin.launch.store import RunStore, Shard, read_manifest, read_tok
 IDENTITY = {"model": "m", "seed": 1}
 
 
-def _shard(sample=0):
+def _shard(sample: int = 0) -> Shard:
     table = pa.table(
         {
-            "sample": [sample], "position": [3], "token_id": [7], "text": ["<é"], "arm": ["plugin"], "path": ["recorded"],
+            "sample": [sample], "position": [3], "token_id": [7], "text": ["<é"],
+            "arm": ["plugin"], "path": ["recorded"],
             "logp_trainer": [-1.0], "logp_rollout": [-1.5], "dlogp": [0.5],
         }
     )  # fmt: skip
     return Shard(table=table, samples=[{"sample": sample}], timing={"plugin/recorded": 1.0})
 
 
-def _files(root):
+def _files(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
-def _open(root, **changes):
+def _open(root: Path, **changes: Any) -> RunStore:
     return RunStore(root, identity={**IDENTITY, **changes}, shards=2)
 
 
-def test_commit_and_read_back(tmp_path):
+def test_commit_and_read_back(tmp_path: Path) -> None:
     store = _open(tmp_path / "deep" / "run")
     store.write_manifest(state="running")
     store.commit(1, _shard(5))
@@ -48,7 +51,7 @@ def test_commit_and_read_back(tmp_path):
     store.close()
 
 
-def test_same_configuration_resumes_and_another_is_refused(tmp_path):
+def test_same_configuration_resumes_and_another_is_refused(tmp_path: Path) -> None:
     store = _open(tmp_path)
     store.write_manifest()
     store.commit(0, _shard())
@@ -56,46 +59,48 @@ def test_same_configuration_resumes_and_another_is_refused(tmp_path):
     again = _open(tmp_path)
     assert list(again.committed()) == [0]
     again.close()
-    with pytest.raises(StoreError, match="(?s)holds another run.*seed: 1 there, 2 now"):
+    with pytest.raises(StoreError, match=r"(?s)holds another run.*seed: 1 there, 2 now"):
         _open(tmp_path, seed=2)
     again = _open(tmp_path)  # the refusal gave the lock back and changed nothing
     assert list(again.committed()) == [0]
     again.close()
 
 
-def test_folder_of_something_else_is_refused_untouched(tmp_path):
+def test_folder_of_something_else_is_refused_untouched(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(StoreError, match=r"is not a run directory \(it has no manifest.json, but thesis.tex\)"):
+    with pytest.raises(
+        StoreError, match=r"is not a run directory \(it has no manifest.json, but thesis.tex\)"
+    ):
         _open(tmp_path)
     assert _files(tmp_path) == ["thesis.tex"]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"name": "web app"}'])
-def test_foreign_manifest_is_refused(tmp_path, content):
+def test_foreign_manifest_is_refused(tmp_path: Path, content: Any) -> None:
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(StoreError, match="manifest.json"):
+    with pytest.raises(StoreError, match=r"manifest\.json"):
         _open(tmp_path)
 
 
-def test_reading_what_is_not_a_run(tmp_path):
-    with pytest.raises(StoreError, match="is not a run directory: it has no manifest.json"):
+def test_reading_what_is_not_a_run(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"is not a run directory: it has no manifest\.json"):
         read_manifest(tmp_path)
     with pytest.raises(StoreError, match="is not a run directory: it has no tokens"):
         read_tokens(tmp_path)
 
 
-def test_file_in_the_way_and_unwritable_place(tmp_path):
+def test_file_in_the_way_and_unwritable_place(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreError, match="must be a folder, got a file"):
         _open(tmp_path / "file")
     with pytest.raises(StoreError, match="cannot be made: Not a directory"):
         _open(tmp_path / "file" / "run")
     with pytest.raises(StoreError, match="/proc/run cannot be made"):
-        _open(type(tmp_path)("/proc/run"))
+        _open(Path("/proc/run"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_read_only_folder(tmp_path):
+def test_read_only_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     try:
         with pytest.raises(StoreError, match="cannot be written: Permission denied"):
@@ -104,20 +109,20 @@ def test_read_only_folder(tmp_path):
         tmp_path.chmod(0o755)
 
 
-def test_one_job_at_a_time(tmp_path):
+def test_one_job_at_a_time(tmp_path: Path) -> None:
     store = _open(tmp_path)
     code = (
         "import sys; from pathlib import Path; from rl_attn_plugin.launch.store import RunStore\n"
         f"RunStore(Path({str(tmp_path)!r}), identity={IDENTITY!r}, shards=2)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert result.returncode != 0
     assert "is in use by another job" in result.stderr
     store.close()
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_leftovers_are_cleared_and_damaged_parts_done_again(tmp_path):
+def test_leftovers_are_cleared_and_damaged_parts_done_again(tmp_path: Path) -> None:
     store = _open(tmp_path)
     store.write_manifest()
     store.commit(0, _shard())
@@ -132,43 +137,46 @@ def test_leftovers_are_cleared_and_damaged_parts_done_again(tmp_path):
     store.close()
 
 
-def test_part_of_another_run_does_not_count(tmp_path):
+def test_part_of_another_run_does_not_count(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 2)):
         store = _open(tmp_path / name, seed=seed)
         store.write_manifest()
         store.commit(0, _shard())
         store.close()
-    os.replace(tmp_path / "a/tokens/part-00000.parquet", tmp_path / "b/tokens/part-00000.parquet")
+    (tmp_path / "a/tokens/part-00000.parquet").replace(tmp_path / "b/tokens/part-00000.parquet")
     store = _open(tmp_path / "b", seed=2)
     assert store.committed() == {}
     store.close()
 
 
-def test_full_disk_leaves_the_old_file_and_no_half_one(tmp_path, monkeypatch):
+def test_full_disk_leaves_the_old_file_and_no_half_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The disk takes the first bytes and then is full, as a real one does."""
     path = tmp_path / "x.json"
     write_atomic(path, b"old")
     real = os.write
-    written = []
+    written: list[int] = []
 
-    def almost_full(descriptor, data):
+    def almost_full(descriptor: int, data: Any) -> int:
         if written:
             raise OSError(errno.ENOSPC, "No space left on device")
         written.append(real(descriptor, bytes(data)[:2]))
         return written[0]
 
     monkeypatch.setattr(os, "write", almost_full)
-    with pytest.raises(StoreError, match="x.json cannot be written: the disk is full. Free some space"):
+    with pytest.raises(StoreError, match=r"x\.json cannot be written: the disk is full. Free some space"):
         write_atomic(path, b"new content")
     assert path.read_bytes() == b"old"
     assert _files(tmp_path) == ["x.json"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_full_disk_for_real(tmp_path):
+def test_full_disk_for_real(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("mounting is not allowed here")
     try:
         store = _open(disk)
@@ -176,7 +184,7 @@ def test_full_disk_for_real(tmp_path):
         store.commit(0, _shard())
         big = _shard()
         big.samples.append({"text": os.urandom(100_000).hex()})
-        with pytest.raises(StoreError, match="part-00001.parquet cannot be written: the disk is full"):
+        with pytest.raises(StoreError, match=r"part-00001\.parquet cannot be written: the disk is full"):
             store.commit(1, big)
         assert _files(disk) == [".lock", "manifest.json", "tokens/part-00000.parquet"]
         assert list(store.committed()) == [0]
@@ -185,7 +193,7 @@ def test_full_disk_for_real(tmp_path):
         subprocess.run(["umount", disk], check=True)
 
 
-def test_set_aside_keeps_a_finished_run_and_leaves_others_alone(tmp_path):
+def test_set_aside_keeps_a_finished_run_and_leaves_others_alone(tmp_path: Path) -> None:
     root = tmp_path / "run"
     assert set_aside(root) is None
     store = _open(root)
@@ -200,7 +208,7 @@ def test_set_aside_keeps_a_finished_run_and_leaves_others_alone(tmp_path):
         assert not root.exists()
 
 
-def test_manifest_keeps_any_text(tmp_path):
+def test_manifest_keeps_any_text(tmp_path: Path) -> None:
     store = _open(tmp_path)
     store.write_manifest(samples=[{"completion_text": "\ud800 <script> \u2028"}])
     store.close()
