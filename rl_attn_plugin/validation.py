@@ -91,8 +91,9 @@ def check_options(
 ) -> None:
     """The options that every attention function shares."""
     why.need(scale is None or abs(scale) < math.inf, "scale must be finite, got {}", scale)
+    reach: list[object] = list(window)  # whatever a caller gave
     why.need(
-        len(window) == 2 and all(isinstance(x, int) and x >= -1 for x in window),
+        len(reach) == 2 and all(isinstance(x, int) and x >= -1 for x in reach),
         "window must be (left, right) with integers of at least -1, got {}",
         window,
     )
@@ -177,29 +178,30 @@ def _check_values(why: Reasons, layout: Layout, cache: Tensor) -> None:
             width,
             "s" * (width != 1),
         ):
-            used = [
+            named = [
                 p
                 for row, n in zip(layout.block_table.tolist(), keys, strict=True)
                 for p in row[: -(-n // size)]
             ]
             why.need(
-                all(0 <= p < pages for p in used),
+                all(0 <= p < pages for p in named),
                 "block_table must name pages 0 to {} where sequences have keys, got {}",
                 pages - 1,
-                used,
+                named,
             )
-    for name, cu, used, bound in (
+    sides: list[tuple[str, Tensor | None, Tensor | None, int]] = [
         ("cu_seqlens_q", layout.cu_seqlens_q, layout.seqused_q, layout.max_seqlen_q),
         ("cu_seqlens_k", layout.cu_seqlens_k, layout.seqused_k, layout.max_seqlen_k),
-    ):
+    ]
+    for name, cu, used, bound in sides:
         if cu is None:
             continue
-        values = cu.tolist()
+        values: list[int] = cu.tolist()
         lengths = [b - a for a, b in pairwise(values)]
         why.need(
             values[0] >= 0 and min(lengths, default=0) >= 0, "{} must ascend from 0, got {}", name, values
         )
-        real = lengths if used is None else used.tolist()
+        real: list[int] = lengths if used is None else used.tolist()
         why.need(
             all(0 <= r <= n for r, n in zip(real, lengths, strict=True)),
             "seqused must lie within the lengths of {} {}, got {}",

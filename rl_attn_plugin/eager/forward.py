@@ -138,9 +138,8 @@ class _Tiles:
 
     def head_values(self, per_head: Tensor) -> Tensor:
         """``[Hq]`` -> ``[n, Hkv, tiles, TILE_ROWS]``: the value of each row's head."""
-        values = per_head.float().view(-1, self.groups)[
-            :, self.head.clamp(max=self.groups - 1)
-        ]  # [Hkv, n, rows]
+        head = self.head.clamp(max=self.groups - 1)
+        values = per_head.float().view(-1, self.groups)[:, head]  # [Hkv, n, rows]
         return values.transpose(0, 1).unflatten(-1, (self.count, TILE_ROWS)).contiguous()
 
     def head_maxima(self, row_maxima: Tensor, live: slice) -> Tensor:
@@ -194,7 +193,7 @@ def _attend(
             if options.return_max_logits:
                 maximum = torch.maximum(maximum, tiles.head_maxima(parts[0], live))
             for j in range(step):
-                merged = _merge(tuple(x[:, :, live] for x in state), tuple(x[:, :, j] for x in parts))
+                merged = _merge(_at(state, live), _at(parts, j))
                 for old, new in zip(state, merged, strict=True):
                     old[:, :, live] = new
         total = _merge(total, state)
@@ -207,6 +206,12 @@ def _attend(
 
 def _fresh(shape: torch.Size, v_dim: int, like: Tensor) -> State:
     return like.new_full(shape, -torch.inf), like.new_zeros(shape), like.new_zeros(*shape, v_dim)
+
+
+def _at(state: State, index: int | slice) -> State:
+    """Some tiles of a state, or one block of per-block states."""
+    m, l, acc = state
+    return m[:, :, index], l[:, :, index], acc[:, :, index]
 
 
 def _block_range(tiles: _Tiles, options: Options) -> tuple[int, int]:
