@@ -34,6 +34,22 @@ def parity(config: JobConfig) -> int:
     return run(config)
 
 
+def doctor() -> int:
+    """Tell what is installed, which implementations and integrations work here, and what mends the rest.
+
+    Runs a small attention on each implementation and checks its bits. Starts nothing, downloads nothing.
+
+    Exit status: 0, or 1 when something that is there does not work.
+    """
+    from rich.console import Console
+
+    from rl_attn_plugin.doctor import examine, exit_status, print_findings
+
+    findings = examine()
+    print_findings(findings, Console())
+    return exit_status(findings)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand.
 
@@ -50,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     app = tyro.extras.SubcommandApp()
     app.command(parity)
+    app.command(doctor)
     try:
         status: int = app.cli(prog="rl-attn", args=argv, config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as stop:  # argparse says 2 for wrong usage
