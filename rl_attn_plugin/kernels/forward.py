@@ -1,0 +1,407 @@
+"""The forward: one kernel for dense, packed and paged keys, for prefill, chunks and decode."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rl_attn_plugin.kernels import schedule
+from rl_attn_plugin.kernels.combine import combine_splits
+from rl_attn_plugin.kernels.tiles import (
+    DENSE,
+    DIRECT,
+    EMPTY,
+    LN_2,
+    LOG2_E,
+    PLANNED,
+    SEARCH,
+    UPCAST,
+    bend,
+    find_entry,
+    finish,
+    first_position,
+    lengths,
+    load_rows,
+    load_rows_transposed,
+    merge_states,
+    row_offsets,
+    store_padding,
+    visible_keys,
+)
+from rl_attn_plugin.types import Layout, Options, PagedPlan
+
+
+@triton.jit
+def _walk(
+    m, l, acc, q, K, V, Table, Keep, position, begin, end, start, num_k, left, right, inner, scale_log2,
+    k_page, k_t, k_d, v_page, v_t, v_d, keep_t,
+    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    FACTOR: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the blocks of absolute keys ``[begin, end)``.
+
+    The masked and the unmasked form do the same arithmetic, the masked one with a select in it: a wholly
+    visible block gives the same bits in both, a wholly masked one leaves the state untouched.
+    """
+    for n0 in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        absolute = n0 + tl.arange(0, BLOCK_N)
+        index = absolute - start
+        inside = index >= 0
+        if MASKED:
+            inside = inside & (index < num_k)
+            if Keep is not None:
+                inside = inside & (tl.load(Keep + index * keep_t, mask=inside, other=0) != 0)
+        k_offset = row_offsets(index, Table, k_page, k_t, inside, PAGE, MASKED)
+        k = load_rows_transposed(K, k_offset, k_d, inside, D, BLOCK_D, MASKED, q.dtype)
+        scores = bend(tl.dot(q, k, input_precision="ieee"), inner, SOFTCAP, FACTOR)
+        if MASKED:
+            seen = inside[None, :] & (position == position)[:, None]
+            if HAS_LEFT:
+                seen = seen & (absolute[None, :] >= position[:, None] - left)
+            if HAS_RIGHT:
+                seen = seen & (absolute[None, :] <= position[:, None] + right)
+            scores = tl.where(seen, scores, float("-inf"))
+        top = tl.maximum(m, tl.max(scores, 1) * scale_log2)
+        p = tl.exp2(tl.fma(scores, scale_log2, -top[:, None]))
+        alpha = tl.exp2(m - top)
+        l = tl.fma(l, alpha, tl.sum(p, 1))
+        acc = acc * alpha[:, None]
+        v_offset = row_offsets(index, Table, v_page, v_t, inside, PAGE, MASKED)
+        v = load_rows(V, v_offset, v_d, inside, DV, BLOCK_DV, MASKED, q.dtype)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        m = top
+    return m, l, acc
+
+
+_LENGTHS = ["kv_heads", "batch", "total", "seq_q", "seq_k", "tiles", "steps", "left", "right", "split"]
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def forward_kernel(
+    Q, K, V, Out, Lse, RowMax, StateAcc, StateM, StateL, Sinks, KScale, VScale,
+    CuQ, CuK, UsedQ, UsedK, KvStart, Table, Keep, Work,
+    inner, scale_log2, kv_heads, batch, total, seq_q, seq_k, tiles, steps, left, right, split,
+    q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, out_b, out_t, out_h, out_d, lse_b, lse_h,
+    table_b, keep_b, keep_t, k_scale_h, v_scale_h,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    MODE: tl.constexpr, GRID: tl.constexpr, HEAD_FAST: tl.constexpr, TOP_LEFT: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FACTOR: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """One tile of query rows of one kv head, over all its splits, or over one of them (``GRID``)."""
+    pid = tl.program_id(0)
+    per_head = tl.num_programs(0) // kv_heads
+    if HEAD_FAST:  # (always so with a plan) neighbours read neighbouring heads of the same keys
+        head = pid % kv_heads
+        tile = pid // kv_heads
+    else:  # one head's keys stay in L2; tiles with the most keys start first
+        head = pid // per_head
+        tile = per_head - 1 - pid % per_head
+
+    z = 0
+    slot_base = 0
+    if MODE == PLANNED:
+        entry = tl.load(Work + tile * 4)
+        z = tl.load(Work + tile * 4 + 2)
+        slot_base = tl.load(Work + tile * 4 + 3)
+        tile = tl.load(Work + tile * 4 + 1)
+        if entry < 0:
+            return
+    elif MODE == SEARCH:
+        entry, tile = find_entry(tile, CuQ, batch, total, steps, G, BLOCK_M)
+    else:
+        entry = tile // tiles
+        tile = tile % tiles
+    if GRID and MODE != PLANNED:
+        z = tl.program_id(1)
+
+    sequence, row, span, num_q, key_row, num_k, start = lengths(
+        entry, CuQ, CuK, UsedQ, UsedK, KvStart, batch, total, seq_q, seq_k, MODE != DENSE
+    )
+    if MODE == DIRECT or MODE == PLANNED:
+        if (entry == 0) | (entry == batch + 1):
+            if not GRID:
+                store_padding(
+                    Out, Lse, RowMax, row, span, tile, tiles, head, out_t, out_h, out_d, lse_h,
+                    RowMax is not None, G, DV, BLOCK_DV, BLOCK_M,
+                )  # fmt: skip
+            return
+    if tile * BLOCK_M >= span * G:
+        return
+
+    origin = first_position(num_q, num_k, start, TOP_LEFT)
+    first = origin + (tile * BLOCK_M) // G
+    last = origin + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // G, num_q - 1)
+    low, high, full_low, full_high = visible_keys(
+        first, last, start, start + num_k, left, right, HAS_LEFT, HAS_RIGHT
+    )
+    if tile * BLOCK_M >= num_q * G:  # rows past the real length: nothing to attend to
+        high = low
+    split_first = low // split
+    split_end = tl.where(high > low, tl.cdiv(high, split), split_first)
+    if GRID:
+        # slots count from the first split that the sequence's first query sees
+        seq_low, _, _, _ = visible_keys(
+            origin, origin, start, start + num_k, left, right, HAS_LEFT, HAS_RIGHT
+        )
+        s = seq_low // split + z
+        if (s < split_first) | (s >= split_end):
+            return
+        split_first = s
+        split_end = s + 1
+    low = low // BLOCK_N * BLOCK_N
+    if Keep is None:
+        full_low = tl.cdiv(full_low, BLOCK_N) * BLOCK_N
+        full_high = full_high // BLOCK_N * BLOCK_N
+    else:
+        full_low = low
+        full_high = 0
+
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query = rows // G
+    heads = (head * G + rows % G).to(tl.int64)
+    real = query < num_q
+    position = origin + query
+    token = (row + query).to(tl.int64)
+    sequence = sequence.to(tl.int64)
+    batch_index = sequence if MODE == DENSE else 0 * sequence
+
+    compute = tl.float32 if UPCAST else Q.dtype.element_ty
+    q = load_rows(Q + batch_index * q_b, token * q_t + heads * q_h, q_d, real, D, BLOCK_D, True, compute)
+    head64 = head.to(tl.int64)
+    if PAGE > 0:  # the batch stride of a cache is that of its pages
+        K += head64 * k_h
+        V += head64 * v_h
+        Table += sequence * table_b
+    else:
+        K += batch_index * k_b + head64 * k_h + key_row.to(tl.int64) * k_t
+        V += batch_index * v_b + head64 * v_h + key_row.to(tl.int64) * v_t
+    if Keep is not None:
+        Keep += sequence * keep_b
+    if KScale is not None:
+        k_scale = tl.load(KScale + head64 * k_scale_h).to(tl.float32)
+        if SOFTCAP:
+            inner = inner * k_scale
+        else:
+            scale_log2 = scale_log2 * k_scale
+
+    M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    L = tl.zeros([BLOCK_M], tl.float32)
+    A = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if Sinks is not None and not GRID:
+        M = tl.load(Sinks + heads).to(tl.float32) * LOG2_E
+        L = tl.full([BLOCK_M], 1.0, tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+
+    for s in tl.range(split_first, split_end, num_stages=1):
+        m = tl.full([BLOCK_M], EMPTY, tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        begin = tl.maximum(s * split, low)
+        end = tl.minimum((s + 1) * split, high)
+        full_begin = tl.minimum(tl.maximum(full_low, begin), end)
+        full_end = tl.maximum(tl.minimum(full_high, end), full_begin)
+        if Keep is not None or HAS_LEFT or KvStart is not None:
+            m, l, acc = _walk(
+                m, l, acc, q, K, V, Table, Keep, position, begin, full_begin, start, num_k, left, right, inner,
+                scale_log2, k_b, k_t, k_d, v_b, v_t, v_d, keep_t,
+                True, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, PAGE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
+            )  # fmt: skip
+        if Keep is None:
+            m, l, acc = _walk(
+                m, l, acc, q, K, V, Table, Keep, position, full_begin, full_end, start, num_k, left, right, inner,
+                scale_log2, k_b, k_t, k_d, v_b, v_t, v_d, keep_t,
+                False, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, PAGE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
+            )  # fmt: skip
+        m, l, acc = _walk(
+            m, l, acc, q, K, V, Table, Keep, position, full_end, end, start, num_k, left, right, inner,
+            scale_log2, k_b, k_t, k_d, v_b, v_t, v_d, keep_t,
+            True, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, PAGE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
+        )  # fmt: skip
+        if GRID:
+            M = m
+            L = l
+            A = acc
+        else:
+            row_max = tl.maximum(row_max, m)
+            M, L, A = merge_states(M, L, A, m, l, acc, 2)
+
+    d = tl.arange(0, BLOCK_DV)
+    if GRID:
+        local = query.to(tl.int64) * (kv_heads * G) + heads
+        if MODE == PLANNED:
+            slot = slot_base + z.to(tl.int64) * num_q * (kv_heads * G) + local
+        else:
+            first_row = sequence * seq_q if MODE == DENSE else row.to(tl.int64)
+            slot = (z.to(tl.int64) * total + first_row) * (kv_heads * G) + local
+        target = slot[:, None] * DV + d[None, :]
+        tl.store(StateAcc + target, A, mask=real[:, None] & (d < DV)[None, :])
+        tl.store(StateM + slot, M, mask=real)
+        tl.store(StateL + slot, L, mask=real)
+    else:
+        weight, lse = finish(M, L)
+        if VScale is not None:
+            weight = weight * tl.load(VScale + head64 * v_scale_h).to(tl.float32)
+        out = tl.where(real[:, None], A * weight[:, None], 0.0).to(Out.dtype.element_ty)
+        inside = query < span
+        target = (token * out_t + heads * out_h)[:, None] + (d * out_d)[None, :]
+        tl.store(Out + batch_index * out_b + target, out, mask=inside[:, None] & (d < DV)[None, :])
+        line = batch_index * lse_b + heads * lse_h + token
+        tl.store(Lse + line, tl.where(real, lse, float("-inf")), mask=inside)
+        if RowMax is not None:
+            row_max = tl.where(real & (row_max > EMPTY), row_max * LN_2, float("-inf"))
+            tl.store(RowMax + line, row_max, mask=inside)
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    options: Options,
+    *,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor | None,
+    plan: PagedPlan | None,
+    tuning: schedule.Tuning = schedule.Tuning(),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention by the schedule; see `rl_attn_plugin.types` for the meaning of every argument.
+
+    Args:
+        q: ``[T, Hq, D]`` or ``[B, S, Hq, D]``, any strides.
+        k: as q with Hkv heads, or a paged cache.
+        v: as k, with Dv.
+        layout: where sequences lie.
+        options: what is computed.
+        sinks: ``[Hq]`` or None.
+        k_scale: scalar or ``[Hkv]`` for an e4m3 cache.
+        v_scale: as k_scale.
+        out: where to write, any strides, or None.
+        plan: from `rl_attn_plugin.kernels.schedule.plan_paged`, or None.
+        tuning: choices that do not change bits, for tests and benchmarks.
+
+    Returns:
+        ``out``, fp32 ``lse``, and fp32 ``max_logits`` ``[Hq]`` (``[0]`` unless asked for).
+    """
+    dense, paged = layout.cu_seqlens_q is None, layout.block_table is not None
+    heads, dim = q.shape[-2:]
+    kv_heads, v_dim = v.shape[-2:]
+    group = heads // kv_heads
+    batch = q.shape[0] if dense else layout.cu_seqlens_q.shape[0] - 1  # type: ignore[union-attr]
+    total = q.shape[0] * q.shape[1] if dense else q.shape[0]
+    if out is None:
+        out = torch.empty(*q.shape[:-1], v_dim, dtype=options.out_dtype, device=q.device)
+    lse_shape = (batch, heads, q.shape[1]) if dense else (heads, total)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    row_max = torch.empty_like(lse) if options.return_max_logits else None
+    nothing = torch.empty(0, dtype=torch.float32, device=q.device)
+    if total == 0 or batch == 0:
+        out.zero_()
+        lse.fill_(-math.inf)
+        return out, lse, lse.new_full((heads,), -math.inf) if options.return_max_logits else nothing
+
+    launch = schedule.plan_launch(
+        layout, batch=batch, total=total, group=group, kv_heads=kv_heads, dim=dim, v_dim=v_dim, dtype=q.dtype,
+        window=(options.window_left, options.window_right), split=options.split_k, device=q.device, tuning=tuning,
+    )  # fmt: skip
+    scale_log2, inner, factor = score_scale(options)
+    arguments: dict[str, Any] = {
+        "Q": q, "K": k, "V": v, "Out": out, "Lse": lse, "RowMax": row_max,
+        "StateAcc": None, "StateM": None, "StateL": None,
+        "Sinks": sinks, "KScale": k_scale, "VScale": v_scale,
+        "CuQ": layout.cu_seqlens_q, "CuK": layout.cu_seqlens_k, "UsedQ": layout.seqused_q,
+        "UsedK": layout.seqused_k, "KvStart": layout.kv_start, "Table": layout.block_table,
+        "Keep": None if layout.key_padding_mask is None else layout.key_padding_mask.view(torch.uint8), "Work": None,
+        "inner": inner, "scale_log2": scale_log2, "kv_heads": kv_heads, "batch": batch, "total": total,
+        "seq_q": q.shape[1] if dense else 0, "seq_k": k.shape[1] if dense else 0,
+        "tiles": launch.tiles, "steps": schedule.search_steps(batch),
+        "left": min(options.window_left, 1 << 30), "right": min(options.window_right, 1 << 30),
+        "split": options.split_k,
+        **_strides("q", q, dense), **_strides("k", k, dense or paged), **_strides("v", v, dense or paged),
+        **_strides("out", out, dense), "lse_b": lse.stride(0) if dense else 0, "lse_h": lse.stride(-2),
+        "table_b": layout.block_table.stride(0) if layout.block_table is not None else 0,
+        "keep_b": layout.key_padding_mask.stride(0) if layout.key_padding_mask is not None else 0,
+        "keep_t": layout.key_padding_mask.stride(1) if layout.key_padding_mask is not None else 0,
+        "k_scale_h": _head_stride(k_scale), "v_scale_h": _head_stride(v_scale),
+        "G": group, "D": dim, "DV": v_dim, "BLOCK_D": schedule.padded(dim),
+        "BLOCK_DV": schedule.padded(v_dim), "BLOCK_M": launch.tile.rows, "BLOCK_N": options.block_k,
+        "PAGE": k.shape[1] if paged else 0, "MODE": launch.mode, "GRID": False, "HEAD_FAST": False,
+        "TOP_LEFT": options.top_left, "HAS_LEFT": options.window_left >= 0, "HAS_RIGHT": options.window_right >= 0,
+        "SOFTCAP": options.softcap != 0.0, "FACTOR": factor, "STAGES": launch.tile.stages,
+        "num_warps": launch.tile.warps, "num_stages": launch.tile.stages, "enable_fp_fusion": False,
+    }  # fmt: skip
+    if plan is not None and plan.work is not None:
+        _run_planned(arguments, plan, q, kv_heads, v_dim)
+    elif launch.splits:
+        arguments.update(_states(launch.splits * total * heads, v_dim, q.device))
+        arguments.update({"GRID": True, "HEAD_FAST": True})
+        forward_kernel[(launch.programs * kv_heads, launch.splits)](**arguments)
+        mode, tiles, programs = schedule.row_programs(layout, batch, total, group)
+        combine_splits(arguments, mode, tiles, programs * kv_heads)
+    else:
+        arguments["HEAD_FAST"] = launch.tiles == 1 and launch.mode == DIRECT.value
+        forward_kernel[(launch.programs * kv_heads,)](**arguments)
+    if row_max is None:
+        return out, lse, nothing
+    return out, lse, (row_max.amax((0, 2)) if dense else row_max.amax(1))
+
+
+def _run_planned(
+    arguments: dict[str, Any],
+    plan: PagedPlan,
+    q: Tensor,
+    kv_heads: int,
+    v_dim: int,
+) -> None:
+    """Whole tiles, then (tile, split) pairs and their merge, each from its section of the table."""
+    assert plan.work is not None
+    items = plan.work.shape[1]
+    tile = schedule.decode_tile(q.dtype, q.shape[-1], v_dim)
+    arguments.update(
+        {
+            "MODE": PLANNED.value, "HEAD_FAST": True, "tiles": 1, "Work": plan.work[0], "BLOCK_M": tile.rows,
+            "STAGES": tile.stages, "num_warps": tile.warps, "num_stages": tile.stages,
+        }
+    )  # fmt: skip
+    forward_kernel[(items * kv_heads,)](**arguments)
+    if plan.num_slots:
+        arguments.update(_states(plan.num_slots, v_dim, q.device))
+        arguments.update({"GRID": True, "Work": plan.work[1]})
+        forward_kernel[(items * kv_heads,)](**arguments)
+        arguments["Work"] = plan.work[2]
+        combine_splits(arguments, PLANNED.value, 1, items * kv_heads)
+
+
+def score_scale(options: Options) -> tuple[float, float, int]:
+    """``(scale_log2, inner, factor)``: base-2 scores are ``scale_log2 * bend(q @ k)``, scale_log2 positive."""
+    if options.softcap:
+        return options.softcap * math.log2(math.e), options.scale / options.softcap, 1
+    if options.scale == 0:
+        return 1.0, 0.0, 0
+    return abs(options.scale) * math.log2(math.e), 0.0, 1 if options.scale > 0 else -1
+
+
+def _strides(name: str, x: Tensor, batched: bool) -> dict[str, int]:
+    """Batch (or page), token, head and channel strides as kernel arguments."""
+    strides = x.stride() if batched else (0, *x.stride())
+    return {f"{name}_{axis}": s for axis, s in zip("bthd", strides, strict=True)}
+
+
+def _head_stride(scale: Tensor | None) -> int:
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
+
+
+def _states(slots: int, v_dim: int, device: torch.device) -> dict[str, Tensor]:
+    """Room for unnormalised partial states in one allocation."""
+    room = torch.empty(slots * (v_dim + 2), dtype=torch.float32, device=device)
+    acc, m, l = room.split((slots * v_dim, slots, slots))
+    return {"StateAcc": acc, "StateM": m, "StateL": l}
