@@ -78,11 +78,15 @@ class Runtime:
     """auto is the GPU if there is one (shared, half each), else one CPU core each."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """auto is bfloat16 where the device has instructions for it, else float32."""
+    logits_dtype: Literal["float32", "model"] = "float32"
+    """Precision of the last layer, on both sides. Logits rounded to bfloat16 (steps of 0.125 at 16) would
+    drown what is measured; "model" leaves them as the model has them."""
     tries: int = 3
     """How often a shard is started before the job gives up on a worker that keeps dying."""
     inject_fault: Fault = "none"
-    """Check the alarm: break the trainer on purpose, behind the identity check. weights perturbs the weights
-    of one attention layer, rope the base of the rotary embedding. The verdict must then be DRIFT."""
+    """Check the alarm: break the trainer on purpose, behind the identity check. "weights" makes the output
+    of one attention layer 1.5 times as large, "rope" the base of the rotary embedding 4 times. The verdict
+    must then be DRIFT."""
 
     def __post_init__(self) -> None:
         _require(self.tries >= 1, "--tries", "be at least 1", self.tries)
@@ -139,6 +143,7 @@ class JobConfig:
         runtime = {
             "device": self.runtime.device,
             "dtype": self.runtime.dtype,
+            "logits_dtype": self.runtime.logits_dtype,
             "inject_fault": self.runtime.inject_fault,
         }
         return {

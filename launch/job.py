@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -116,9 +116,15 @@ def _measure(
     done = store.committed()
     if done:
         _say(console, f"resuming: {len(done)} of {len(shards)} shards are there")
-    spec = PolicySpec(model=config.model, device=device, dtype=dtype, page_size=config.batching.page_size)
-    rollout_spec = PolicySpec(**{**asdict(spec), "model": config.rollout_model or config.model})
-    trainer_spec = PolicySpec(**{**asdict(spec), "fault": config.runtime.inject_fault})
+    spec = PolicySpec(
+        model=config.model,
+        device=device,
+        dtype=dtype,
+        page_size=config.batching.page_size,
+        logits_dtype=config.runtime.logits_dtype,
+    )
+    rollout_spec = replace(spec, model=config.rollout_model or config.model)
+    trainer_spec = replace(spec, fault=config.runtime.inject_fault)
     phases = len(ARMS) * (1 + len(PATHS))
     with _progress(console) as progress, local_ray(gpu=device == "cuda", logs=store.root / "logs"):
         task = progress.add_task(
@@ -240,16 +246,17 @@ def _identity(
     config: JobConfig, prompts: Sequence[TokenizedPrompt], device: str, dtype: str
 ) -> dict[str, Any]:
     tokens = json.dumps([prompt.tokens for prompt in prompts]).encode()
-    found = provenance.collect()
     decided = config.identity()
     del decided["prompts"]  # what is in the file counts, not where it lies
+    gpu, versions = provenance.gpu(), provenance.versions()
     return {
         **decided,
         "device": device,
         "dtype": dtype,
         "prompt_tokens_sha256": hashlib.sha256(tokens).hexdigest(),
+        "hardware": provenance.cpu()["model"] if device == "cpu" or gpu is None else gpu["name"],
         "rl_attn_plugin": __version__,
-        **{name: found.get(name) for name in ("torch", "transformers", "triton", "gpu", "cpu")},
+        **{name: versions[name] for name in ("torch", "transformers", "triton")},
     }
 
 

@@ -25,6 +25,7 @@ class PolicySpec:
         device: ``"cpu"`` or ``"cuda"``.
         dtype: name of a torch dtype.
         page_size: tokens per page of the paged cache.
+        logits_dtype: ``"float32"`` widens the last layer, ``"model"`` leaves it as it is.
         fault: damage to do after the weights were hashed.
     """
 
@@ -32,6 +33,7 @@ class PolicySpec:
     device: str
     dtype: str
     page_size: int
+    logits_dtype: str = "float32"
     fault: Fault = "none"
 
 

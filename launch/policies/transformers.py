@@ -20,6 +20,24 @@ from rl_attn_plugin.launch.policies.base import PolicyIdentity, PolicySpec, Sess
 ATTENTION = {"native": "sdpa", "plugin": "rl_attn"}
 
 
+class Float32Head(torch.nn.Module):
+    """The last layer with its weights and its product in fp32, for a model in a narrower dtype.
+
+    bf16 logits come in steps of 0.125 at 16: rounding them adds noise of that size to every log-prob, which
+    has nothing to do with how the rest was computed.
+    """
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(head.weight.detach().float(), requires_grad=False)
+        bias = getattr(head, "bias", None)
+        self.bias = None if bias is None else torch.nn.Parameter(bias.detach().float(), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[.., hidden] -> fp32 [.., V]``."""
+        return torch.nn.functional.linear(hidden.float(), self.weight, self.bias)
+
+
 class TransformersPolicy:
     """A transformers causal language model on one device.
 
@@ -43,6 +61,8 @@ class TransformersPolicy:
         )
         self.stop_ids = _stop_ids(self._model, tokenizer)
         _break(self._model, spec.fault)
+        if spec.logits_dtype == "float32" and spec.dtype != "float32":
+            self._model.set_output_embeddings(Float32Head(self._model.get_output_embeddings()))
 
     def identity(self) -> PolicyIdentity:
         """See `Policy.identity`."""
@@ -60,7 +80,7 @@ class TransformersPolicy:
         """See `Policy.open`."""
         capacity = max(capacities)
         if arm == "native":
-            return plugin.NativeSession(self._model, len(capacities), capacity=capacity)
+            return plugin.NativeSession(self._model, len(capacities))
         pages = len(capacities) * -(-capacity // self._page_size)
         return plugin.PagedSession(
             self._model,
@@ -85,17 +105,13 @@ def _stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 def _break(model: Any, fault: Fault) -> None:
     """Damages a model on purpose, so that a user can see the job notice."""
     if fault == "weights":
-        for name, parameter in model.named_parameters():
-            if name.endswith("o_proj.weight"):
-                parameter.mul_(1.05)
-                return
-        raise ValueError("--inject-fault weights needs a model with o_proj layers")
+        layers = [weight for name, weight in model.named_parameters() if name.endswith("o_proj.weight")]
+        if not layers:
+            raise ValueError("--inject-fault weights needs a model with o_proj layers")
+        layers[len(layers) // 2].mul_(1.5)
     if fault == "rope":
-        rotary = [module for module in model.modules() if hasattr(module, "inv_freq")]
-        if not rotary:
+        tables = [module.inv_freq for module in model.modules() if hasattr(module, "inv_freq")]
+        if not tables:
             raise ValueError("--inject-fault rope needs a model with rotary embeddings")
-        for module in rotary:
-            exponents = torch.arange(len(module.inv_freq), device=module.inv_freq.device) / len(
-                module.inv_freq
-            )
-            module.inv_freq.mul_(1.5**-exponents)
+        for inv_freq in tables:  # base ** -(i / n), so this multiplies the base by 4
+            inv_freq.mul_(4.0 ** -(torch.arange(len(inv_freq), device=inv_freq.device) / len(inv_freq)))

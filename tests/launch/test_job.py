@@ -134,32 +134,66 @@ def test_logps_are_those_of_the_model_at_the_sampling_temperature(tiny_model: Pa
 def test_drift_json_can_be_recomputed_from_the_tokens(undisturbed: Path) -> None:
     """By code that shares nothing with the product: numpy on the Parquet columns."""
     result = json.loads((undisturbed / "drift.json").read_text())
-    columns = pq.read_table(undisturbed / "tokens").to_pydict()
-    logp_t, logp_r = (
-        np.array(columns["logp_trainer"], np.float64),
-        np.array(columns["logp_rollout"], np.float64),
-    )
+    columns = {
+        name: np.array(values) for name, values in pq.read_table(undisturbed / "tokens").to_pydict().items()
+    }
+    order = np.lexsort((columns["position"], columns["sample"]))
+    columns = {name: values[order] for name, values in columns.items()}
     for arm in ("native", "plugin"):
+        logp_r = {}
         for path in ("recorded", "chunked_prefill", "decode_replay"):
-            chosen = (np.array(columns["arm"]) == arm) & (np.array(columns["path"]) == path)
-            d = logp_t[chosen] - logp_r[chosen]
-            stats = result["arms"][arm]["paths"][path]
+            chosen = (columns["arm"] == arm) & (columns["path"] == path)
+            logp_t, logp_r[path] = columns["logp_trainer"][chosen], columns["logp_rollout"][chosen]
+            d = logp_t - logp_r[path]
+            assert np.array_equal(d, columns["dlogp"][chosen])
+            _assert_stats(result["arms"][arm]["paths"][path]["dlogp"], d)
             ratio = np.exp(d)
+            gap = np.abs(np.exp(logp_t) - np.exp(logp_r[path]))
             expected = {
-                "active_count": d.size,
-                "max_abs": np.abs(d).max(),
-                "mean_abs": np.abs(d).mean(),
-                "mean": d.mean(),
-                "rms": math.sqrt((d**2).mean()),
-                "p95_abs": np.quantile(np.abs(d), 0.95),
-                "p99_abs": np.quantile(np.abs(d), 0.99),
-                "k1": (-d).mean(),
-                "k2": (d**2 / 2).mean(),
-                "k3": (np.exp(d) - 1 - d).mean(),
+                "kl_k1": (-d).mean(),
+                "kl_k2": (d**2 / 2).mean(),
+                "kl_k3": (np.exp(d) - 1 - d).mean(),
+                "ratio_min": ratio.min(),
+                "ratio_mean": ratio.mean(),
+                "ratio_max": ratio.max(),
                 "ess": ratio.sum() ** 2 / (ratio**2).sum() / d.size,
+                "prob_mean_abs": gap.mean(),
+                "prob_max_abs": gap.max(),
             }
-            for name, value in expected.items():
-                assert stats[name] == pytest.approx(value, rel=1e-9, abs=1e-12), (arm, path, name)
+            _assert_equal(result["arms"][arm]["paths"][path]["policy"], expected)
+        steps = result["arms"][arm]["steps"]
+        _assert_stats(steps["full_minus_chunked"], logp_t - logp_r["chunked_prefill"])
+        _assert_stats(
+            steps["chunked_minus_decode_replay"], logp_r["chunked_prefill"] - logp_r["decode_replay"]
+        )
+        _assert_stats(steps["decode_replay_minus_recorded"], logp_r["decode_replay"] - logp_r["recorded"])
+        whole = result["arms"][arm]["paths"]["recorded"]["dlogp"]["mean"]
+        assert sum(step["mean"] for step in steps.values()) == pytest.approx(whole, abs=1e-12)
+
+
+def _assert_stats(stats: dict[str, Any], d: np.ndarray) -> None:
+    size = np.abs(d)
+    _assert_equal(
+        stats,
+        {
+            "active_count": d.size,
+            "bit_equal": (d == 0).sum(),
+            "mean": d.mean(),
+            "mean_abs": size.mean(),
+            "rms": math.sqrt((d**2).mean()),
+            "p50_abs": np.quantile(size, 0.5),
+            "p95_abs": np.quantile(size, 0.95),
+            "p99_abs": np.quantile(size, 0.99),
+            "p999_abs": np.quantile(size, 0.999),
+            "max_abs": size.max(),
+        },
+    )
+
+
+def _assert_equal(stats: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert stats.keys() == expected.keys()
+    for name, value in expected.items():
+        assert stats[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
 
 
 def test_finished_run_is_shown_again_without_work(
