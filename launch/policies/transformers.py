@@ -78,16 +78,15 @@ class TransformersPolicy:
 
     def open(self, arm: str, capacities: Sequence[int], *, scatter_pages: bool = False) -> Session:
         """See `Policy.open`."""
-        capacity = max(capacities)
         if arm == "native":
-            return plugin.NativeSession(self._model, len(capacities))
-        pages = len(capacities) * -(-capacity // self._page_size)
+            return plugin.NativeSession(self._model, len(capacities), attn_implementation=ATTENTION[arm])
+        pages = sum(-(-capacity // self._page_size) for capacity in capacities)
         return plugin.PagedSession(
             self._model,
             len(capacities),
-            page_size=self._page_size,
             num_pages=pages,
-            page_order=_scattered(pages) if scatter_pages else range(pages),
+            page_size=self._page_size,
+            page_order=_scattered(pages) if scatter_pages else None,
         )
 
 

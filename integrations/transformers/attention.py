@@ -1,0 +1,146 @@
+"""The attention function that transformers' layers call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_attn_plugin.integrations.transformers.paged import PagedStep
+from rl_attn_plugin.ops.attention import flash_attention, flash_attention_varlen
+
+NAME = "rl_attn"
+
+
+def rl_attn_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    paged_step: PagedStep | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """One layer's attention, chosen by what came with it: paged, packed, padded or plain.
+
+    Args:
+        module: the layer; its ``is_causal`` counts unless ``is_causal`` is given.
+        query: ``[B, Hq, Sq, D]``.
+        key: ``[B, Hkv, Sk, D]``.
+        value: ``[B, Hkv, Sk, Dv]``.
+        attention_mask: as `rl_attn_plugin.integrations.transformers.masks.rl_attn_mask` makes it.
+        scaling: multiplies the scores.
+        dropout: must be 0.
+        sliding_window: W keys, the query's own included.
+        softcap: of the scores.
+        is_causal: see ``module``.
+        s_aux: ``[Hq]`` sinks.
+        position_ids: ``[B, S]``; a jump that is not +1 starts a new packed sequence.
+        cu_seq_lens_q: int32 offsets of packed sequences, instead of looking for jumps.
+        cu_seq_lens_k: the same for keys.
+        max_length_q: host bound that goes with the offsets.
+        max_length_k: the same for keys.
+        paged_step: set by `PagedCache`.
+
+    Returns:
+        ``[B, Sq, Hq, Dv]`` and None (attention weights are never materialised).
+
+    Raises:
+        NotImplementedError: for dropout or a mask matrix.
+    """
+    if dropout:
+        raise NotImplementedError(
+            f"attn_implementation='rl_attn' has no dropout, got {dropout}: set attention_dropout to 0 in the config"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    reach = -1 if sliding_window is None else sliding_window - 1
+    options: dict[str, Any] = {
+        "causal": causal,
+        "scale": scaling,
+        "window": (reach, -1 if causal else reach),
+        "softcap": softcap or 0.0,
+        "sinks": s_aux,
+    }
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if paged_step is not None:
+        return paged_step.attend(q, options), None
+    if cu_seq_lens_q is not None:
+        return _packed(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, options), None
+    if attention_mask is None:
+        offsets = _packed_offsets(position_ids, q, k)
+        if offsets is not None:
+            return _packed(q, k, v, offsets, offsets, q.shape[1], q.shape[1], options), None
+        return flash_attention(q, k, v, **options).out, None
+    if attention_mask.dtype == torch.int32 and attention_mask.shape[-1] == 5:
+        return _padded(q, k, v, attention_mask[:, 0, 0], options), None
+    if attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1):
+        return flash_attention(q, k, v, key_padding_mask=attention_mask[:, 0, 0], **options).out, None
+    raise NotImplementedError(
+        "attn_implementation='rl_attn' takes a 2-D padding mask or none, got a prepared mask of shape "
+        f"{list(attention_mask.shape)} and dtype {attention_mask.dtype}"
+    )
+
+
+def _packed_offsets(position_ids: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Offsets of the sequences packed into each row, found where positions do not go on; None if none are.
+
+    Only a forward without a cache packs, and then Sq == Sk. Looking costs a device synchronisation a layer:
+    pass ``cu_seq_lens_q`` on a GPU.
+    """
+    if position_ids is None or position_ids.dim() != 2 or q.shape[1] != k.shape[1] or q.shape[1] < 2:
+        return None
+    if position_ids.shape[1] != q.shape[1] or torch.compiler.is_compiling():
+        return None
+    jumps = position_ids[:, 1:] - position_ids[:, :-1] != 1
+    if not bool(jumps.any()):
+        return None
+    starts = torch.nn.functional.pad(jumps, (1, 0), value=True).expand(q.shape[0], -1)
+    begins = starts.reshape(-1).nonzero()[:, 0]
+    return torch.nn.functional.pad(begins, (0, 1), value=starts.numel()).int()
+
+
+def _packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor | None,
+    max_q: int | None,
+    max_k: int | None,
+    options: dict[str, Any],
+) -> Tensor:
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    cu_k = cu_q if cu_k is None else cu_k
+    bounds = (
+        q.shape[0] * q.shape[1] if max_q is None else max_q,
+        flat[1].shape[0] if max_k is None else max_k,
+    )
+    out = flash_attention_varlen(*flat, cu_q.int(), cu_k.int(), int(bounds[0]), int(bounds[1]), **options).out
+    return out.unflatten(0, q.shape[:2])
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, table: Tensor, options: dict[str, Any]) -> Tensor:
+    """Rows of a padded batch as offsets into the flattened batch; padding is never touched and gives 0."""
+    first_query, num_queries, first_key, num_keys, key_start = table.unbind(-1)
+    offsets = []
+    for first, length in ((first_query, q.shape[1]), (first_key, k.shape[1])):
+        rows = torch.arange(len(first), device=first.device, dtype=torch.int32) * length
+        end = torch.full((1,), len(first) * length, device=first.device, dtype=torch.int32)
+        offsets.append(torch.cat((rows + first, end)))
+    out = flash_attention_varlen(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *offsets, q.shape[1], k.shape[1],
+        seqused_q=num_queries.contiguous(), seqused_k=num_keys.contiguous(), kv_start=key_start.contiguous(), **options,
+    ).out  # fmt: skip
+    return out.unflatten(0, q.shape[:2])
