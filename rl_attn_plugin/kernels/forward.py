@@ -313,31 +313,15 @@ def attention_forward(
         layout, batch=batch, total=total, group=group, kv_heads=kv_heads, dim=dim, v_dim=v_dim, dtype=q.dtype,
         window=(options.window_left, options.window_right), split=options.split_k, device=q.device, tuning=tuning,
     )  # fmt: skip
-    scale_log2, inner, factor = score_scale(options)
-    arguments: dict[str, Any] = {
-        "Q": q, "K": k, "V": v, "Out": out, "Lse": lse, "RowMax": row_max,
-        "StateAcc": None, "StateM": None, "StateL": None,
+    arguments = call_arguments(q, k, v, out, lse, layout, options) | {
+        "RowMax": row_max, "StateAcc": None, "StateM": None, "StateL": None, "Work": None,
         "Sinks": sinks, "KScale": k_scale, "VScale": v_scale,
-        "CuQ": layout.cu_seqlens_q, "CuK": layout.cu_seqlens_k, "UsedQ": layout.seqused_q,
-        "UsedK": layout.seqused_k, "KvStart": layout.kv_start, "Table": layout.block_table,
-        "Keep": None if layout.key_padding_mask is None else layout.key_padding_mask.view(torch.uint8), "Work": None,
-        "inner": inner, "scale_log2": scale_log2, "kv_heads": kv_heads, "batch": batch, "total": total,
-        "seq_q": q.shape[1] if dense else 0, "seq_k": k.shape[1] if dense else 0,
-        "tiles": launch.tiles, "steps": schedule.search_steps(batch),
-        "left": min(options.window_left, 1 << 30), "right": min(options.window_right, 1 << 30),
-        "split": options.split_k,
-        **_strides("q", q, dense), **_strides("k", k, dense or paged), **_strides("v", v, dense or paged),
-        **_strides("out", out, dense), "lse_b": lse.stride(0) if dense else 0, "lse_h": lse.stride(-2),
-        "table_b": layout.block_table.stride(0) if layout.block_table is not None else 0,
-        "keep_b": layout.key_padding_mask.stride(0) if layout.key_padding_mask is not None else 0,
-        "keep_t": layout.key_padding_mask.stride(1) if layout.key_padding_mask is not None else 0,
         "k_scale_h": _head_stride(k_scale), "v_scale_h": _head_stride(v_scale),
-        "G": group, "D": dim, "DV": v_dim, "BLOCK_D": schedule.padded(dim),
-        "BLOCK_DV": schedule.padded(v_dim), "BLOCK_M": launch.tile.rows, "BLOCK_N": options.block_k,
-        "PAGE": k.shape[1] if paged else 0, "MODE": launch.mode, "GRID": False, "HEAD_FAST": False,
-        "TOP_LEFT": options.top_left, "HAS_LEFT": options.window_left >= 0, "HAS_RIGHT": options.window_right >= 0,
-        "SOFTCAP": options.softcap != 0.0, "FACTOR": factor, "STAGES": launch.tile.stages,
-        "num_warps": launch.tile.warps, "num_stages": launch.tile.stages, "enable_fp_fusion": False,
+        "Table": layout.block_table, "table_b": 0 if layout.block_table is None else layout.block_table.stride(0),
+        "PAGE": k.shape[1] if paged else 0, "split": options.split_k, "tiles": launch.tiles,
+        "BLOCK_M": launch.tile.rows, "BLOCK_N": options.block_k, "MODE": launch.mode, "GRID": False,
+        "HEAD_FAST": False, "STAGES": launch.tile.stages, "num_warps": launch.tile.warps,
+        "num_stages": launch.tile.stages, "enable_fp_fusion": False,
     }  # fmt: skip
     if plan is not None and plan.work is not None:
         _run_planned(arguments, plan, q, kv_heads, v_dim)
@@ -381,7 +365,34 @@ def _run_planned(
         combine_splits(arguments, PLANNED.value, 1, items * kv_heads)
 
 
-def score_scale(options: Options) -> tuple[float, float, int]:
+def call_arguments(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout, options: Options
+) -> dict[str, Any]:
+    """What forward and backward kernels are told alike, by name."""
+    dense, paged = layout.cu_seqlens_q is None, layout.block_table is not None
+    batch = q.shape[0] if dense else layout.cu_seqlens_q.shape[0] - 1  # type: ignore[union-attr]
+    keep = layout.key_padding_mask
+    scale_log2, inner, factor = _score_scale(options)
+    return {
+        "Q": q, "K": k, "V": v, "Out": out, "Lse": lse, "CuQ": layout.cu_seqlens_q, "CuK": layout.cu_seqlens_k,
+        "UsedQ": layout.seqused_q, "UsedK": layout.seqused_k, "KvStart": layout.kv_start,
+        "Keep": None if keep is None else keep.view(torch.uint8),
+        "inner": inner, "scale_log2": scale_log2, "kv_heads": v.shape[-2], "batch": batch,
+        "total": q.shape[0] * q.shape[1] if dense else q.shape[0],
+        "seq_q": q.shape[1] if dense else 0, "seq_k": k.shape[1] if dense else 0,
+        "steps": schedule.search_steps(batch),
+        "left": min(options.window_left, 1 << 30), "right": min(options.window_right, 1 << 30),
+        **strides("q", q, dense), **strides("k", k, dense or paged), **strides("v", v, dense or paged),
+        **strides("out", out, dense), "lse_b": lse.stride(0) if dense else 0, "lse_h": lse.stride(-2),
+        "keep_b": 0 if keep is None else keep.stride(0), "keep_t": 0 if keep is None else keep.stride(1),
+        "G": q.shape[-2] // v.shape[-2], "D": q.shape[-1], "DV": v.shape[-1],
+        "BLOCK_D": schedule.padded(q.shape[-1]), "BLOCK_DV": schedule.padded(v.shape[-1]),
+        "TOP_LEFT": options.top_left, "HAS_LEFT": options.window_left >= 0, "HAS_RIGHT": options.window_right >= 0,
+        "SOFTCAP": options.softcap != 0.0, "FACTOR": factor,
+    }  # fmt: skip
+
+
+def _score_scale(options: Options) -> tuple[float, float, int]:
     """``(scale_log2, inner, factor)``: base-2 scores are ``scale_log2 * bend(q @ k)``, scale_log2 positive."""
     if options.softcap:
         return options.softcap * math.log2(math.e), options.scale / options.softcap, 1
@@ -390,7 +401,7 @@ def score_scale(options: Options) -> tuple[float, float, int]:
     return abs(options.scale) * math.log2(math.e), 0.0, 1 if options.scale > 0 else -1
 
 
-def _strides(name: str, x: Tensor, batched: bool) -> dict[str, int]:
+def strides(name: str, x: Tensor, batched: bool) -> dict[str, int]:
     """Batch (or page), token, head and channel strides as kernel arguments."""
     strides = x.stride() if batched else (0, *x.stride())
     return {f"{name}_{axis}": s for axis, s in zip("bthd", strides, strict=True)}

@@ -93,6 +93,25 @@ def prefill_tile(dtype: torch.dtype, dim: int, v_dim: int) -> Tile:
     return Tile(128, 8, 3 if padded(dim) + padded(v_dim) <= 384 else 2)
 
 
+@dataclass(frozen=True, slots=True)
+class BackwardTile:
+    """Query rows and keys of a program's inner product, warps and pipeline depth."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def backward_tiles(dtype: torch.dtype, dim: int, v_dim: int) -> tuple[BackwardTile, BackwardTile]:
+    """Tiles of the pass for dk and dv, and of the pass for dq. They decide the bits of gradients."""
+    if dtype == torch.float32:
+        return BackwardTile(16, 16, 4, 1), BackwardTile(16, 16, 4, 1)
+    if max(dim, v_dim) > 128:
+        return BackwardTile(32, 64, 8, 1), BackwardTile(64, 32, 8, 1)
+    return BackwardTile(64, 128, 8, 2), BackwardTile(128, 64, 8, 2)
+
+
 def split_bound(layout: Layout, left: int, right: int, split: int) -> int:
     """Splits that one sequence's queries can see at most, from host bounds."""
     keys = layout.max_seqlen_k

@@ -96,6 +96,7 @@ def forward_constants(**given: Any) -> dict[str, Any]:
 
 def cases() -> dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]]:
     """name -> kernel, constants, dtype, options."""
+    from rl_attn_plugin.kernels.backward import backward_kv_kernel, backward_q_kernel, delta_kernel, sinks_kernel
     from rl_attn_plugin.kernels.combine import combine_kernel
     from rl_attn_plugin.kernels.forward import forward_kernel
 
@@ -135,8 +136,31 @@ def cases() -> dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]]:
             | {"UNROLL": 8},
             "bf16", options(1, 1),
         ),
+        "delta": (delta_kernel, {"out_d": 1, "dout_d": 1, "DV": 128, "BLOCK_DV": 128, "ROWS": 64}, "bf16", options(4, 1)),
+        "sinks": (sinks_kernel, {"ROWS": 1024}, "bf16", options(4, 1)),
+        "backward-kv": backward(backward_kv_kernel, 64, 128, options(8, 2)),
+        "backward-q": backward(backward_q_kernel, 128, 64, options(8, 2)),
+        "backward-kv-all": backward(backward_kv_kernel, 64, 128, options(8, 2), **packed, **everything),
+        "backward-q-all": backward(backward_q_kernel, 128, 64, options(8, 2), **packed, **everything),
+        "backward-kv-256": backward(
+            backward_kv_kernel, 32, 64, options(8, 1), **packed, D=256, DV=256, BLOCK_D=256, BLOCK_DV=256
+        ),
+        "backward-q-256": backward(
+            backward_q_kernel, 64, 32, options(8, 1), **packed, D=256, DV=256, BLOCK_D=256, BLOCK_DV=256
+        ),
+        "backward-kv-fp32": backward(backward_kv_kernel, 16, 16, options(4, 1), dtype="fp32", **packed),
+        "backward-q-fp32": backward(backward_q_kernel, 16, 16, options(4, 1), dtype="fp32", **packed),
     }  # fmt: skip
     return table
+
+
+def backward(
+    kernel: Any, rows: int, keys: int, options: dict[str, Any], dtype: str = "bf16", **given: Any
+) -> tuple[Any, dict[str, Any], str, dict[str, Any]]:
+    constants = forward_constants(**given) | {
+        "BLOCK_M": rows, "BLOCK_N": keys, "STAGES": options["num_stages"], "dout_d": 1
+    }  # fmt: skip
+    return kernel, {k: v for k, v in constants.items() if k in kernel.arg_names}, dtype, options
 
 
 def main(target: str, names: list[str]) -> None:
