@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from rl_attn_plugin.drift.result import ArmDrift, DriftReport, PathDrift
 from rl_attn_plugin.drift.stats import DriftStats, PolicyStats, drift_stats, policy_stats
-from rl_attn_plugin.drift.summarize import ArmDrift, DriftReport, PathDrift, WorstToken, summarize
+from rl_attn_plugin.drift.summarize import summarize
+from rl_attn_plugin.drift.telescope import STEPS, TOTAL, Contrast
+from rl_attn_plugin.drift.tokens import ARMS, PATHS
 from rl_attn_plugin.drift.verdict import Thresholds, Verdict
+from rl_attn_plugin.drift.worst import WorstToken
 
 __all__ = [
+    "ARMS",
+    "PATHS",
+    "STEPS",
+    "TOTAL",
     "ArmDrift",
+    "Contrast",
     "DriftReport",
     "DriftStats",
     "PathDrift",

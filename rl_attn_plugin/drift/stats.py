@@ -46,7 +46,8 @@ class DriftStats:
 
 @dataclass(frozen=True, slots=True)
 class PolicyStats:
-    """How far two policies are apart on the sampled tokens, from d = dlogp.
+    """How far two policies are apart on the sampled tokens, from d = dlogp. None without tokens, and where
+    exp(d) overflows.
 
     Attributes:
         kl_k1: mean(-d), unbiased and signed.
@@ -120,7 +121,7 @@ def policy_stats(logp_trainer: Floats, logp_rollout: Floats) -> PolicyStats:
     if trainer.size == 0:
         return PolicyStats(*(None,) * 9)
     d = difference(trainer, rollout)
-    with np.errstate(over="ignore"):  # a ratio that overflows is inf, which the report shows as such
+    with np.errstate(over="ignore"):  # a ratio that overflows cannot be told, see _finite
         w = np.exp(d)
         k3 = np.expm1(d) - d
         shift = np.exp(d - d.max())  # the ratio of sums is free of scale
@@ -128,18 +129,22 @@ def policy_stats(logp_trainer: Floats, logp_rollout: Floats) -> PolicyStats:
     return PolicyStats(
         kl_k1=float(-d.mean()),
         kl_k2=float((d * d).mean() / 2),
-        kl_k3=float(k3.mean()),
-        ratio_min=float(w.min()),
-        ratio_mean=float(w.mean()),
-        ratio_max=float(w.max()),
+        kl_k3=_finite(k3.mean()),
+        ratio_min=_finite(w.min()),
+        ratio_mean=_finite(w.mean()),
+        ratio_max=_finite(w.max()),
         ess=float(shift.sum() ** 2 / (d.size * (shift * shift).sum())),
         prob_mean_abs=float(apart.mean()),
         prob_max_abs=float(apart.max()),
     )
 
 
+def _finite(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
 def invalid_counts(logp_trainer: Floats, logp_rollout: Floats) -> dict[str, int]:
-    """Rows that no number may be averaged from, by kind; kinds that do not occur are left out."""
+    """Values that no number may be averaged from, by side and kind; kinds that do not occur are left out."""
     trainer, rollout = np.asarray(logp_trainer, np.float64), np.asarray(logp_rollout, np.float64)
     kinds: dict[str, Any] = {
         "trainer_nan": np.isnan(trainer),

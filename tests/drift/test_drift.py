@@ -77,7 +77,10 @@ def test_clean_run_passes_and_steps_telescope() -> None:
         assert sum(token.steps.values()) == pytest.approx(token.dlogp, abs=1e-15)
     share = sum(value or 0.0 for value in arm.step_share.values())
     assert share == pytest.approx(1.0)
-    assert report.attention_share is not None and 0.2 < report.attention_share < 0.8
+    whole = report.attention["full_minus_recorded"]
+    assert whole.share is not None and 0.2 < whole.share < 0.8
+    assert whole.share_low is not None and whole.share_high is not None
+    assert whole.share_low < whole.share < whole.share_high
     assert sum(arm.histogram.counts) == 360 and sum(b.count for b in arm.by_position) == 360
 
 
