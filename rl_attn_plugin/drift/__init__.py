@@ -7,7 +7,7 @@ from rl_attn_plugin.drift.stats import DriftStats, PolicyStats, drift_stats, pol
 from rl_attn_plugin.drift.summarize import summarize
 from rl_attn_plugin.drift.telescope import STEPS, TOTAL, Contrast
 from rl_attn_plugin.drift.tokens import ARMS, PATHS
-from rl_attn_plugin.drift.verdict import Thresholds, Verdict
+from rl_attn_plugin.drift.verdict import Check, Thresholds, Verdict, checks
 from rl_attn_plugin.drift.worst import WorstToken
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "STEPS",
     "TOTAL",
     "ArmDrift",
+    "Check",
     "Contrast",
     "DriftReport",
     "DriftStats",
@@ -24,6 +25,7 @@ __all__ = [
     "Thresholds",
     "Verdict",
     "WorstToken",
+    "checks",
     "drift_stats",
     "policy_stats",
     "summarize",

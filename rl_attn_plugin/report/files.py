@@ -1,38 +1,41 @@
-"""Files that are whole or absent: written beside their place, then renamed."""
+"""Files that are either whole or not there."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import tempfile
 from pathlib import Path
 
 from rl_attn_plugin.drift import DriftReport
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically; on any error nothing is left under its name that was not there before.
+def write_json(report: DriftReport, path: Path) -> None:
+    """Writes ``drift.json``; `DriftReport.from_dict` reads it back.
 
     Raises:
-        OSError: as the file system says it.
+        OSError: it cannot be written; what was there before is still there.
     """
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    text = json.dumps(report.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
+    write_atomic(path, text + "\n")
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Writes all of ``text`` under ``path``, or leaves what was there.
+
+    Raises:
+        OSError: the disk is full or the place cannot be written. No temporary file is left.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        # half a surrogate pair has no bytes in UTF-8, and no reader would understand it
+        with temporary.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        Path(scratch).chmod(0o644)  # mkstemp makes it private
-        Path(scratch).replace(path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise
-
-
-def write_json(report: DriftReport, path: Path) -> None:
-    """Write ``drift.json``.
-
-    Raises:
-        OSError: see `write_text`.
-    """
-    write_text(path, json.dumps(report.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -1,76 +1,147 @@
-"""One HTML file that needs nothing else: charts, text, styles and plotly.js are inside."""
+"""The report as one HTML page that needs nothing else: plotly, styles and data are inside it.
+
+Model text reaches the page in two ways: through the template, which escapes it, and as JSON inside a script
+element, where ``<``, ``>`` and ``&`` are written as ``\\u003c`` and so on. A content security policy in the
+page allows the two scripts by their hashes and no network at all.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-from plotly.offline import get_plotlyjs
-
-from rl_attn_plugin.drift import DriftReport
-from rl_attn_plugin.report.figures import ARM_COLOURS, STEP_COLOURS, all_figures
-from rl_attn_plugin.report.files import write_text
-from rl_attn_plugin.report.words import PATH_WORDS, STEP_WORDS, VERDICT_WORDS, number, percent
+from rl_attn_plugin.drift import STEPS, TOTAL, DriftReport
+from rl_attn_plugin.report import words
+from rl_attn_plugin.report.charts import chart_data
+from rl_attn_plugin.report.files import write_atomic
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+_TEMPLATES = Path(__file__).parent / "templates"
+_PROMPT_SHOWN = 400  # characters of a worst token's prompt, from its end
 
-def write_html(report: DriftReport, table: pa.Table, manifest: dict[str, Any], path: Path) -> None:
-    """Write ``report.html``.
+
+def write_html(report: DriftReport, table: pa.Table, manifest: Mapping[str, Any], path: Path) -> None:
+    """Writes ``report.html``.
 
     Args:
-        report: what was found.
-        table: the run's token table.
-        manifest: the run's manifest.
-        path: where to.
+        report: what the run found.
+        table: its token table.
+        manifest: of the run: model, sampling, samples, configuration, provenance, timing. All of it may be
+            missing.
+        path: where; whole or not there.
 
     Raises:
-        OSError: see `write_text`.
+        OSError: it cannot be written; what was there before is still there.
     """
-    write_text(path, render(report, table, manifest))
+    write_atomic(path, render_html(report, table, manifest))
 
 
-def render(report: DriftReport, table: pa.Table, manifest: dict[str, Any]) -> str:
-    """The page as text. Everything that a model or a user wrote is escaped."""
+def render_html(report: DriftReport, table: pa.Table, manifest: Mapping[str, Any]) -> str:
+    """The page as text."""
+    import jinja2
+    from plotly.offline import get_plotlyjs
+
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("rl_attn_plugin.report", "templates"),
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
-        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
-    environment.filters.update(number=number, percent=percent, visible=visible, pretty=_pretty)
-    tested = report.arms.get(report.arm_under_test)
+    environment.filters |= {
+        "number": words.number,
+        "signed": lambda value: words.number(value, signed=True),
+        "percent": words.percent,
+        "visible": words.visible,
+        "lines": lambda text: "\n".join(words.visible(line) for line in text.split("\n")),
+        "probability": lambda logp: words.number(math.exp(logp)),
+    }
+    plotly_js = get_plotlyjs().replace("\r\n", "\n")
+    script = (_TEMPLATES / "report.js").read_text("utf-8")
     return environment.get_template("report.html.j2").render(
         report=report,
-        manifest=manifest,
-        tested=tested,
-        arms=sorted(report.arms.items(), key=lambda item: item[0] != report.arm_under_test),
-        verdict_words=VERDICT_WORDS[report.verdict],
-        path_words=PATH_WORDS,
-        step_words=STEP_WORDS,
-        arm_colours=ARM_COLOURS,
-        step_colours=STEP_COLOURS,
-        figures=_script_json(all_figures(report, table) if report.arms else {}),
-        plotly=get_plotlyjs(),
+        words=words,
+        steps=STEPS,
+        total=TOTAL,
+        checks=words.checks_of(report),
+        sampling=words.Sampling.of(manifest),
+        share=words.attention_share(report),
+        model=manifest.get("model") or {},
+        created=str(manifest.get("created") or "").replace("T", " ").replace("+00:00", " UTC"),
+        version=manifest.get("version"),
+        prompts=_prompts(report, manifest),
+        timing=_timing(manifest),
+        folded=[
+            (title, _flat(manifest.get(name)))
+            for title, name in (
+                ("Model", "model"),
+                ("Configuration", "config"),
+                ("Provenance", "provenance"),
+                ("Timing", "timing"),
+            )
+            if manifest.get(name)
+        ],
+        data=_json_for_script(chart_data(report, table)),
+        style=(_TEMPLATES / "report.css").read_text("utf-8"),
+        script=script,
+        plotly_js=plotly_js,
+        policy=_policy(plotly_js, script),
     )
 
 
-def visible(text: str) -> str:
-    """White space that a reader could not see, made visible."""
-    return text.replace("\n", "\u21b5\n").replace("\t", "\u21e5")
+def _policy(*scripts: str) -> str:
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+        for script in scripts
+    )
+    # plotly writes style elements and draws images from data addresses
+    return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
 
 
-def _pretty(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True, default=str)
+def _json_for_script(value: Any) -> str:
+    """JSON that cannot end the script element it stands in, nor start a comment there."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _script_json(value: Any) -> str:
-    """JSON that is safe inside a script element: no text can close it or open a comment."""
-    text = json.dumps(value, allow_nan=False)
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+def _prompts(report: DriftReport, manifest: Mapping[str, Any]) -> dict[int, dict[str, str]]:
+    """Prompt of each sample that a worst token is from."""
+    wanted = {token.sample for token in report.worst}
+    found = {}
+    for sample in manifest.get("samples") or []:
+        if sample.get("sample") in wanted:
+            text = str(sample.get("prompt_text") or "")
+            shown = text if len(text) <= _PROMPT_SHOWN else f"… {text[-_PROMPT_SHOWN:]}"
+            found[sample["sample"]] = {"id": str(sample.get("prompt_id") or ""), "text": shown}
+    return found
+
+
+def _timing(manifest: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
+    """Tokens a second by phase, then arm; from keys ``arm/phase``."""
+    rates = (manifest.get("timing") or {}).get("tokens_per_second") or {}
+    phases: dict[str, dict[str, float]] = {}
+    for key, rate in rates.items():
+        arm, _, phase = str(key).partition("/")
+        if phase and isinstance(rate, int | float):
+            phases.setdefault(phase, {})[arm] = rate
+    return list(phases.items())
+
+
+def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Nested mappings as rows of dotted names and plain values."""
+    if isinstance(value, Mapping):
+        return [
+            row
+            for key, item in value.items()
+            for row in _flat(item, f"{prefix}.{key}" if prefix else str(key))
+        ]
+    if isinstance(value, list):
+        value = ", ".join(str(item) for item in value)
+    return [(prefix, words.visible("–" if value is None else str(value)))]

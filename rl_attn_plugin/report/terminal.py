@@ -1,107 +1,159 @@
-"""The report as tables for a terminal of 100 columns."""
+"""The report as tables in the terminal; readable at 100 columns, safe for model text."""
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.markup import escape
-from rich.panel import Panel
-from rich.table import Table
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from rl_attn_plugin.drift import ArmDrift, DriftReport
-from rl_attn_plugin.report.words import PATH_WORDS, STEP_WORDS, VERDICT_WORDS, number, percent
+from rl_attn_plugin.drift import TOTAL, DriftReport, WorstToken
+from rl_attn_plugin.report.words import (
+    PATH_LABELS,
+    SIGN,
+    STEP_LABELS,
+    Sampling,
+    attention_share,
+    headline,
+    number,
+    owner,
+    percent,
+    step_names,
+    visible,
+)
 
-_COLOURS = {"PASS": "green", "DRIFT": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
-_WORST = 5
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+_STYLES = {"PASS": "green", "DRIFT": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
+_WORST = 6
+_CONTEXT = 22  # characters shown before a worst token; half as many after
 
 
-def print_report(report: DriftReport, console: Console) -> None:
-    """Print verdict, arms, steps and worst tokens."""
-    colour = _COLOURS[report.verdict]
-    reasons = "\n".join(escape(reason) for reason in report.reasons)
-    body = f"[bold {colour}]{report.verdict}[/]  {VERDICT_WORDS[report.verdict]}\n{reasons}"
-    console.print(Panel(body, border_style=colour, title=f"arm under test: {report.arm_under_test}"))
+def print_report(
+    report: DriftReport, console: Console, *, manifest: Mapping[str, Any] | None = None
+) -> None:
+    """Verdict, statistics by arm and path, telescoped steps, and the worst tokens.
+
+    Args:
+        report: what to print.
+        console: where.
+        manifest: of the run, for the model and how its tokens were drawn.
+    """
+    from rich.panel import Panel
+    from rich.text import Text
+
+    style = _STYLES[report.verdict]
+    lines = Text(headline(report), style="bold")
+    for reason in report.reasons:
+        lines.append(f"\n• {visible(reason)}", style="not bold")
+    subtitle = visible(_model(manifest)) or None
+    console.print(
+        Panel(
+            lines,
+            title=Text(f" {report.verdict} ", style=f"bold reverse {style}"),
+            title_align="left",
+            subtitle=Text(subtitle, style="dim") if subtitle else None,
+            subtitle_align="right",
+            border_style=style,
+            padding=(1, 2),
+        )
+    )
+    if manifest is not None:
+        console.print(Text(f"{Sampling.of(manifest)}.", style="dim"))
+    console.print(Text(f"{SIGN}.", style="dim"))
     if not report.arms:
         return
     console.print(_paths(report))
     console.print(_steps(report))
-    if report.attention_share is not None:
-        less = report.attention_share >= 0
-        console.print(
-            f"The plugin's attention changes mean |dlogp| by [bold]{percent(-report.attention_share)}[/] against "
-            f"native attention on the same tokens ({'less' if less else 'more'} drift).\n"
-        )
-    if report.worst:
+    for arm in report.arms:
+        console.print(Text(owner(report, arm)))
+    share = attention_share(report)
+    if share:
+        console.print(Text(share))
+    if report.worst and report.worst[0].dlogp != 0:
         console.print(_worst(report))
 
 
-def _arms(report: DriftReport) -> list[tuple[str, ArmDrift]]:
-    tested = report.arm_under_test
-    return sorted(report.arms.items(), key=lambda item: item[0] != tested)
+def _model(manifest: Mapping[str, Any] | None) -> str:
+    model = (manifest or {}).get("model") or {}
+    return " · ".join(str(model[name]) for name in ("name", "dtype") if model.get(name))
+
+
+def _table(title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 def _paths(report: DriftReport) -> Table:
-    table = Table(
-        title=f"trainer's full prefill against each rollout path ({report.sign})", title_justify="left"
-    )
-    for name in ("arm", "rollout path"):
-        table.add_column(name)
-    for name in ("tokens", "bit-equal", "mean", "mean abs", "p99 abs", "max abs", "KL k3"):
-        table.add_column(name, justify="right")
-    for arm, drift in _arms(report):
-        for i, (path, found) in enumerate(drift.paths.items()):
-            d = found.dlogp
+    table = _table("\nTrainer (full prefill) against rollout, dlogp")
+    table.add_column("arm")
+    table.add_column("rollout path")
+    for name in ("mean", "mean |·|", "p95 |·|", "p99 |·|", "max |·|", "KL k3", "bit-equal"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for arm, found in report.arms.items():
+        for path, drift in found.paths.items():
+            d = drift.dlogp
             table.add_row(
-                escape(arm) if i == 0 else "",
-                PATH_WORDS.get(path, path),
-                str(d.active_count),
-                str(d.bit_equal),
-                number(d.mean),
-                number(d.mean_abs),
-                number(d.p99_abs),
-                number(d.max_abs),
-                number(found.policy.kl_k3),
+                arm if path == next(iter(found.paths)) else "",
+                PATH_LABELS.get(path, path),
+                number(d.mean, signed=True),
+                *(number(value) for value in (d.mean_abs, d.p95_abs, d.p99_abs, d.max_abs)),
+                number(drift.policy.kl_k3),
+                f"{d.bit_equal}/{d.active_count}",
+                style="" if arm == report.arm_under_test else "dim",
+                end_section=path == list(found.paths)[-1],
             )
-        table.add_section()
     return table
 
 
 def _steps(report: DriftReport) -> Table:
-    table = Table(title="where it comes from: trainer - recorded, step by step", title_justify="left")
-    table.add_column("arm")
+    table = _table("Telescoped steps, mean |·| and share of the arm's drift")
     table.add_column("step")
-    for name in ("mean", "mean abs", "max abs", "bit-equal", "share"):
-        table.add_column(name, justify="right")
-    for arm, drift in _arms(report):
-        for i, (step, stats) in enumerate(drift.steps.items()):
-            table.add_row(
-                escape(arm) if i == 0 else "",
-                STEP_WORDS[step][0],
-                number(stats.mean),
-                number(stats.mean_abs),
-                number(stats.max_abs),
-                f"{stats.bit_equal}/{stats.active_count}",
-                percent(drift.step_share[step]),
-            )
-        table.add_section()
+    for arm in report.arms:
+        table.add_column(arm, justify="right", no_wrap=True)
+    if report.attention:
+        table.add_column("attention's share", justify="right", no_wrap=True)
+    for step in step_names(report):
+        cells = []
+        for found in report.arms.values():
+            if step == TOTAL:
+                cells.append(f"{number(found.paths['recorded'].dlogp.mean_abs)}       ")
+            else:
+                cells.append(
+                    f"{number(found.steps[step].mean_abs)}  {percent(found.step_share[step]):>5}"
+                )
+        if report.attention:
+            contrast = report.attention[step]
+            text = percent(contrast.share)
+            if contrast.share_low is not None and contrast.share_high is not None:
+                text += f"  [{percent(contrast.share_low)}, {percent(contrast.share_high)}]"
+            cells.append(text)
+        table.add_row(STEP_LABELS[step], *cells, style="bold" if step == TOTAL else "")
     return table
 
 
 def _worst(report: DriftReport) -> Table:
-    table = Table(title="largest |dlogp|", title_justify="left")
-    for name in ("sample", "position"):
-        table.add_column(name, justify="right")
-    table.add_column("token in context", max_width=48, no_wrap=True, overflow="ellipsis")
-    for name in ("trainer", "rollout", "dlogp"):
-        table.add_column(name, justify="right")
+    table = _table(f"\nWorst tokens, arm {report.arm_under_test}")
+    for name in ("dlogp", "p trainer", "p rollout", "sample", "position"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("in context", no_wrap=True, overflow="ellipsis")
     for token in report.worst[:_WORST]:
-        before = escape(repr(token.before[-20:])[1:-1])
-        text, after = escape(repr(token.text)[1:-1]), escape(repr(token.after[:14])[1:-1])
         table.add_row(
+            number(token.dlogp, signed=True),
+            *(number(math.exp(logp)) for logp in (token.logp_trainer, token.logp_rollout)),
             str(token.sample),
             str(token.position),
-            f"[dim]{before}[/][reverse]{text}[/][dim]{after}[/]",
-            number(token.logp_trainer),
-            number(token.logp_rollout),
-            number(token.dlogp),
+            _in_context(token),
         )
     return table
+
+
+def _in_context(token: WorstToken) -> Text:
+    from rich.text import Text
+
+    before, after = visible(token.before)[-_CONTEXT:], visible(token.after)[: _CONTEXT // 2]
+    return Text.assemble((before, "dim"), (visible(token.text) or "∅", "bold reverse"), (after, "dim"))

@@ -1,38 +1,170 @@
-"""Numbers and names as people read them; shared by the terminal and the page."""
+"""What the terminal and the page say in words, and how they write numbers. Pure functions, no markup."""
 
 from __future__ import annotations
 
-VERDICT_WORDS = {
-    "PASS": "trainer and rollout agree within the thresholds",
-    "DRIFT": "trainer and rollout disagree beyond the thresholds",
-    "INCONCLUSIVE": "too little was compared to tell",
-    "INVALID": "the data cannot be judged",
-}
-PATH_WORDS = {
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl_attn_plugin.drift import STEPS, TOTAL, Check, DriftReport, checks
+
+PATH_LABELS = {
     "recorded": "recorded while sampling",
     "chunked_prefill": "chunked prefill",
     "decode_replay": "decode replay",
 }
-# step name -> what it subtracts, what kind of difference it isolates
-STEP_WORDS = {
-    "full_minus_chunked": ("full - chunked prefill", "one full packed prefill against chunks over a cache"),
-    "chunked_minus_decode_replay": ("chunked - decode replay", "prefill against token-by-token decode"),
-    "decode_replay_minus_recorded": (
-        "decode replay - recorded",
-        "another batch, other pages, another moment",
-    ),
+STEP_LABELS = {
+    "full_minus_chunked": "full − chunked",
+    "chunked_minus_decode_replay": "chunked − replay",
+    "decode_replay_minus_recorded": "replay − recorded",
+    TOTAL: "full − recorded",
 }
+STEP_MEANINGS = {
+    "full_minus_chunked": "whole packed sequences against prefill in chunks",
+    "chunked_minus_decode_replay": "prefill in chunks against decoding token by token",
+    "decode_replay_minus_recorded": "the same decoding in another batch and other pages",
+    TOTAL: "trainer against rollout: the sum of the three",
+}
+SIGN = "dlogp = logp_trainer − logp_rollout, in nats; positive where the trainer finds the token more likely"
+
+_NO_NUMBER = "–"
 
 
-def number(value: float | None) -> str:
-    """Four significant digits, a dash for what does not exist, a plain 0 for exactly 0."""
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the tokens were drawn.
+
+    Attributes:
+        temperature: of the softmax; the log-probs are compared at it.
+        top_p: nucleus that was sampled from.
+    """
+
+    temperature: float | None
+    top_p: float | None
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any] | None) -> Sampling:
+        """From a run's manifest; None where it does not say."""
+        found = (manifest or {}).get("sampling") or {}
+        return cls(found.get("temperature"), found.get("top_p"))
+
+    def __str__(self) -> str:
+        if self.temperature is None:
+            return "The run does not say how its tokens were drawn"
+        top = "" if self.top_p is None else f", top-p {self.top_p:g}"
+        return (
+            f"Tokens drawn at temperature {self.temperature:g}{top}; log-probs compared at that temperature, "
+            "without truncation"
+        )
+
+
+def number(value: float | None, signed: bool = False) -> str:
+    """Three significant digits; ``1.2e-7`` where plain digits would be mostly zeros."""
     if value is None:
-        return "-"
+        return _NO_NUMBER
     if value == 0:
         return "0"
-    return f"{value:.3e}" if abs(value) < 1e-3 or abs(value) >= 1e5 else f"{value:.4f}"
+    size = abs(value)
+    if size >= 1000 and float(value).is_integer():
+        text = f"{int(size):,}"
+    elif 1e-3 <= size < 1e5:
+        text = f"{size:.3g}" if size < 1000 else f"{size:.0f}"
+    else:
+        mantissa, exponent = f"{size:.1e}".split("e")
+        text = f"{mantissa}e{int(exponent)}"
+    return ("−" if value < 0 else "+" if signed else "") + text
 
 
-def percent(share: float | None) -> str:
-    """A share as signed percent where negative, a dash for what does not exist."""
-    return "-" if share is None else f"{100 * share:.1f} %"
+def percent(value: float | None) -> str:
+    """Whole percents, one decimal near 0 and 100 where rounding would lie."""
+    if value is None:
+        return _NO_NUMBER
+    scaled = 100 * value
+    near = 0 < abs(scaled) < 1 or 99 < abs(scaled) < 100
+    text = f"{abs(scaled):.1f}" if near else f"{abs(scaled):.0f}"
+    return f"{'−' if scaled < 0 and float(text) else ''}{text} %"
+
+
+def visible(text: str) -> str:
+    """Text with every control character shown as a sign, so that model text cannot steer a terminal or
+    turn the reading direction."""
+    return "".join(_sign(c) for c in text)
+
+
+def _sign(c: str) -> str:
+    if c == "\n":
+        return "⏎"
+    if c == "\t":
+        return "⇥"
+    if ord(c) < 0x20:
+        return chr(0x2400 + ord(c))
+    if c in "\u200c\u200d":  # join and part letters and emoji
+        return c
+    # Cc controls, Cf invisible formatting such as bidi overrides, Cs half surrogates, Zl and Zp line breaks
+    return "�" if unicodedata.category(c) in {"Cc", "Cf", "Cs", "Zl", "Zp"} else c
+
+
+def checks_of(report: DriftReport) -> list[Check]:
+    """The numbers of the arm under test that decide between PASS and DRIFT; none without tokens."""
+    arm = report.arms.get(report.arm_under_test)
+    if arm is None:
+        return []
+    recorded = arm.paths["recorded"]
+    return checks(recorded.dlogp, recorded.policy, report.thresholds)
+
+
+def tokens_compared(report: DriftReport) -> int:
+    """Valid tokens of the arm under test."""
+    arm = report.arms.get(report.arm_under_test)
+    return arm.paths["recorded"].dlogp.active_count if arm else 0
+
+
+def headline(report: DriftReport) -> str:
+    """The verdict as a sentence."""
+    count, made = tokens_compared(report), checks_of(report)
+    if report.verdict == "PASS":
+        return f"Trainer and rollout agree: on {number(count)} tokens every number is within its bound."
+    if report.verdict == "DRIFT":
+        over = sum(not check.passed for check in made)
+        return (
+            f"Trainer and rollout disagree: on {number(count)} tokens {over} of {len(made)} numbers "
+            f"{'is' if over == 1 else 'are'} above {'its' if over == 1 else 'their'} bound."
+        )
+    if report.verdict == "INCONCLUSIVE":
+        return "There is too little data to tell whether trainer and rollout agree."
+    return "The data contradict themselves or are incomplete, so they cannot be judged."
+
+
+def owner(report: DriftReport, arm: str) -> str:
+    """Which step owns an arm's drift, as a sentence."""
+    share = {name: value for name, value in report.arms[arm].step_share.items() if value}
+    if not share:
+        return f"{arm}: no step drifts at all, every token is equal bit for bit."
+    name = max(share, key=lambda step: share[step])
+    return f"{arm}: the largest part, {percent(share[name])}, arises in {STEP_LABELS[name]}, {STEP_MEANINGS[name]}."
+
+
+def attention_share(report: DriftReport) -> str | None:
+    """How far attention owns the drift, as a sentence; None when the run cannot tell."""
+    found = report.attention.get(TOTAL)
+    if found is None or found.native_mean_abs is None:
+        return None
+    if found.share is None:
+        return "The native arm does not drift, so there is nothing that attention could own."
+    interval = ""
+    if found.share_low is not None and found.share_high is not None:
+        interval = f" (95 % interval {percent(found.share_low)} to {percent(found.share_high)})"
+        if found.share_low <= 0 <= found.share_high:
+            return (
+                f"Swapping attention changes mean |dlogp| by {percent(-found.share)}{interval}: "
+                "attention's share cannot be told from zero."
+            )
+    if found.share < 0:
+        return f"With the plugin's attention mean |dlogp| is {percent(-found.share)} larger{interval}."
+    return f"Attention owns {percent(found.share)} of the native drift{interval}."
+
+
+def step_names(report: DriftReport) -> list[str]:
+    """Steps in telescoping order, then their sum if the arms are contrasted."""
+    return [*STEPS, TOTAL] if report.attention else list(STEPS)

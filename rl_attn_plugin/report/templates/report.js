@@ -1,34 +1,111 @@
 "use strict";
+// Draws the charts from the JSON in #data, in the colours of the style sheet, and again when these change.
 (() => {
-  const figures = JSON.parse(document.getElementById("figures").textContent);
-  const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const layout = (given) => {
-    const style = getComputedStyle(document.documentElement);
-    const ink = style.getPropertyValue("--ink").trim();
-    const line = style.getPropertyValue("--line").trim();
-    const narrow = window.innerWidth < 600;
-    const axis = (a) => ({ ...a, gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true });
-    return {
-      ...given,
-      template: null,
-      autosize: true,
-      paper_bgcolor: "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family: style.getPropertyValue("--font").trim(), size: 12, color: ink },
-      margin: { l: 8, r: 12, t: 8, b: 8 },
-      legend: { orientation: "h", y: narrow ? -0.3 : -0.22, x: 0 },
-      xaxis: axis(given.xaxis || {}),
-      yaxis: axis(given.yaxis || {}),
-    };
-  };
-  const draw = () => {
-    for (const [id, figure] of Object.entries(figures)) {
-      const element = document.getElementById(id);
-      if (element) {
-        Plotly.react(element, figure.data, layout(figure.layout), { displayModeBar: false, responsive: true });
-      }
-    }
-  };
-  draw();
-  dark.addEventListener("change", draw);
+  const data = JSON.parse(document.getElementById("data").textContent);
+  if (!data.arms.length) return;
+
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  // plotly reads a few tags in texts: model text must not be one of them
+  const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const short = (value) => (value === 0 ? "0" : Math.abs(value) < 1e-3 ? value.toExponential(1) : String(+value.toPrecision(3)));
+  const tested = (arm) => arm.name === data.armUnderTest;
+  const others = data.arms.filter((arm) => !tested(arm)).map((arm) => arm.name);
+  const colour = (arm) => css(tested(arm) ? "--tested" : others.indexOf(arm.name) ? "--third" : "--other");
+
+  const axis = (title, more) => ({
+    title: { text: title, standoff: 8 }, gridcolor: css("--grid"), linecolor: css("--line"), zerolinecolor: css("--line"),
+    tickcolor: css("--line"), automargin: true, fixedrange: true, exponentformat: "e", ...more,
+  });
+  const layout = (more) => ({
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 8, r: 14, t: 8, b: 8 },
+    font: { family: css("--sans"), size: 13, color: css("--soft") }, hovermode: "closest", bargap: 0.06,
+    hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), size: 13 }, align: "left" },
+    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: css("--ink") }, itemclick: false, itemdoubleclick: false },
+    ...more,
+  });
+  const draw = (id, traces, look) =>
+    Plotly.react(id, traces, layout(look), { displayModeBar: false, responsive: true, doubleClick: false });
+
+  function steps() {
+    const widest = Math.max(...data.arms.flatMap((arm) => arm.steps.map((v) => v || 0)));
+    const traces = [...data.arms].reverse().map((arm) => ({
+      type: "bar", orientation: "h", name: escaped(arm.name), x: arm.steps, y: data.steps,
+      text: arm.steps.map((v) => (v === null ? "" : short(v))), textposition: "outside", cliponaxis: false,
+      textfont: { color: css("--ink") }, customdata: arm.shares.map((v) => (v === null ? "–" : `${(100 * v).toFixed(0)} %`)),
+      marker: { color: tested(arm) ? colour(arm) : "rgba(0,0,0,0)", line: { color: colour(arm), width: 1.5 } },
+      hovertemplate: "%{y}<br>%{x:.3~g} nats, %{customdata} of the arm<extra>%{fullData.name}</extra>",
+    }));
+    draw("steps", traces, {
+      bargap: 0.3, bargroupgap: 0.15, xaxis: axis("mean |step|, nats", { range: [0, widest * 1.18 || 1], nticks: 5 }),
+      yaxis: axis("", { autorange: "reversed", gridcolor: "rgba(0,0,0,0)", tickfont: { color: css("--ink") }, ticksuffix: "  " }),
+      legend: { ...layout().legend, traceorder: "reversed" },
+    });
+  }
+
+  function histograms() {
+    const top = Math.max(1, ...data.arms.flatMap((arm) => arm.histogram.counts));
+    data.arms.forEach((arm, i) => {
+      const { edges, counts } = arm.histogram;
+      const middle = counts.map((_, k) => (edges[k] + edges[k + 1]) / 2);
+      draw(`histogram-${i}`, [{
+        type: "bar", x: middle, y: counts.map((n) => n || null), width: edges[1] - edges[0], marker: { color: colour(arm), line: { width: 0 } },
+        customdata: counts.map((_, k) => `${short(edges[k])} to ${short(edges[k + 1])}`),
+        hovertemplate: "%{y} tokens<br>dlogp %{customdata}<extra></extra>",
+      }], {
+        bargap: 0, xaxis: axis("dlogp, nats", { range: [edges[0], edges[edges.length - 1]], nticks: 5, zeroline: true, zerolinecolor: css("--soft") }),
+        yaxis: axis("tokens", { type: "log", range: [Math.log10(0.6), Math.log10(top * 1.6)], dtick: 1, tickformat: ",d" }),
+      });
+    });
+  }
+
+  function curves(id, title, key, x, label, more) {
+    const traces = data.arms.flatMap((arm) => {
+      const bins = arm[key];
+      const about = bins.map((b) => [escaped(label(b)), b[2]]);
+      const style = { color: colour(arm), width: 2.5, dash: tested(arm) ? "solid" : "dash" };
+      const hover = "%{customdata[0]}, %{customdata[1]} tokens<br>";
+      return [
+        { type: "scatter", mode: bins.length > 1 ? "lines" : "markers", name: escaped(arm.name), x: bins.map(x), y: bins.map((b) => b[3]),
+          line: style, customdata: about, hovertemplate: `${hover}mean %{y:.3~g}<extra>%{fullData.name}</extra>` },
+        { type: "scatter", mode: "markers", showlegend: false, name: escaped(arm.name), x: bins.map(x), y: bins.map((b) => b[4]),
+          marker: { color: colour(arm), size: 6, opacity: 0.75, symbol: tested(arm) ? "square" : "circle-open" }, customdata: about,
+          hovertemplate: `${hover}largest %{y:.3~g}<extra>%{fullData.name}</extra>` },
+      ];
+    });
+    draw(id, traces, { xaxis: axis(title, more), yaxis: axis("|dlogp|, nats", { rangemode: "tozero", nticks: 6 }) });
+  }
+
+  function scatters() {
+    data.arms.forEach((arm, i) => {
+      const p = arm.points;
+      const about = p.text.map((text, k) => [escaped(text), p.sample[k], p.position[k], short(p.dlogp[k])]);
+      draw(`scatter-${i}`, [
+        { type: "scatter", mode: "lines", x: [0, 1], y: [0, 1], line: { color: css("--line"), width: 1.5 }, hoverinfo: "skip" },
+        { type: "scatter", mode: "markers", x: p.rollout, y: p.trainer, customdata: about,
+          marker: { color: colour(arm), size: 6, opacity: 0.5, symbol: tested(arm) ? "circle" : "circle-open" },
+          hovertemplate: "<b>%{customdata[0]}</b><br>rollout %{x:.4f}, trainer %{y:.4f}<br>dlogp %{customdata[3]}<br>sample %{customdata[1]}, position %{customdata[2]}<extra></extra>" },
+      ], {
+        showlegend: false, xaxis: axis("rollout probability", { range: [-0.02, 1.02], dtick: 0.25, zeroline: false }),
+        yaxis: axis("trainer probability", { range: [-0.02, 1.02], dtick: 0.25, zeroline: false }),
+      });
+      const note = document.querySelector(`.shown[data-arm="${i}"]`);
+      if (p.rollout.length < p.all) note.textContent = `${p.rollout.length} of ${p.all} tokens, the worst among them`;
+    });
+  }
+
+  function all() {
+    steps();
+    histograms();
+    curves("position", "index in the completion", "position", (b) => (b[0] + b[1]) / 2,
+      (b) => (b[0] === b[1] ? `token ${b[0]}` : `tokens ${b[0]} to ${b[1]}`), { rangemode: "tozero", zeroline: false });
+    const range = (b) => `${b[0]}–${b[1]}`;
+    curves("probability", "rollout probability of the token", "probability", range, (b) => `probability ${range(b)}`, { type: "category" });
+    scatters();
+    document.documentElement.dataset.drawn = "yes";
+  }
+
+  all();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", all);
+  const resized = () => document.querySelectorAll(".chart").forEach((chart) => Plotly.Plots.resize(chart));
+  matchMedia("print").addEventListener("change", () => { all(); resized(); });
 })();
