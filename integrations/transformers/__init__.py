@@ -3,8 +3,9 @@
 `register` makes ``attn_implementation="rl_attn"`` known to every transformers model; the functions below call
 it themselves. One loaded model serves both attentions: `attention_implementation` switches it.
 
-A session is a batch of rows with a KV cache. ``feed`` appends tokens to some rows (a prompt chunk of each, one
-decoded token of each, or any mix; rows left out wait) and returns the logits of the last new tokens asked for.
+A session is a batch of rows with a KV cache. ``feed`` appends tokens to some rows (a prompt chunk of each,
+one decoded token of each, or any mix; rows left out wait) and returns the logits of the last new tokens asked
+for.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def rl_attn_forward(
     """
     if dropout:
         raise NotImplementedError(
-            f"attn_implementation='rl_attn' has no dropout, got {dropout}: set attention_dropout to 0 in the config"
+            f"attn_implementation='rl_attn' has no dropout, got {dropout}: set attention_dropout to 0"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     reach = -1 if sliding_window is None else sliding_window - 1
@@ -121,26 +121,40 @@ def _packed(
     max_k: int | None,
     options: dict[str, Any],
 ) -> Tensor:
-    flat = [x.flatten(0, 1) for x in (q, k, v)]
-    cu_k = cu_q if cu_k is None else cu_k
-    bounds = (
-        q.shape[0] * q.shape[1] if max_q is None else max_q,
-        flat[1].shape[0] if max_k is None else max_k,
-    )
-    out = flash_attention_varlen(*flat, cu_q.int(), cu_k.int(), int(bounds[0]), int(bounds[1]), **options).out
-    return out.unflatten(0, q.shape[:2])
+    out = flash_attention_varlen(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        cu_q.int(),
+        (cu_q if cu_k is None else cu_k).int(),
+        q.shape[0] * q.shape[1] if max_q is None else int(max_q),
+        k.shape[0] * k.shape[1] if max_k is None else int(max_k),
+        **options,
+    ).out
+    return out.view(*q.shape[:2], *out.shape[1:])
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, table: Tensor, options: dict[str, Any]) -> Tensor:
     """Rows of a padded batch as offsets into the flattened batch; padding is never touched and gives 0."""
-    first_query, num_queries, first_key, num_keys, key_start = table.unbind(-1)
-    offsets = []
-    for first, length in ((first_query, q.shape[1]), (first_key, k.shape[1])):
-        rows = torch.arange(len(first), device=first.device, dtype=torch.int32) * length
-        end = torch.full((1,), len(first) * length, device=first.device, dtype=torch.int32)
-        offsets.append(torch.cat((rows + first, end)))
+    first_query, num_queries, first_key, num_keys, key_start = (x.contiguous() for x in table.unbind(-1))
     out = flash_attention_varlen(
-        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *offsets, q.shape[1], k.shape[1],
-        seqused_q=num_queries.contiguous(), seqused_k=num_keys.contiguous(), kv_start=key_start.contiguous(), **options,
-    ).out  # fmt: skip
-    return out.unflatten(0, q.shape[:2])
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        _row_offsets(first_query, q.shape[1]),
+        _row_offsets(first_key, k.shape[1]),
+        q.shape[1],
+        k.shape[1],
+        seqused_q=num_queries,
+        seqused_k=num_keys,
+        kv_start=key_start,
+        **options,
+    ).out
+    return out.view(*q.shape[:2], *out.shape[1:])
+
+
+def _row_offsets(first: Tensor, width: int) -> Tensor:
+    """Memory offsets ``[B + 1]`` of rows that begin ``first`` columns into their ``width``."""
+    rows = torch.arange(len(first), device=first.device, dtype=torch.int32) * width
+    end = torch.full((1,), len(first) * width, device=first.device, dtype=torch.int32)
+    return torch.cat((rows + first, end))

@@ -1,7 +1,7 @@
 """The mask that transformers makes for ``rl_attn``: offsets and lengths instead of a matrix.
 
-A registered attention without a registered mask gets no mask at all and is silently not causal, so the two are
-registered together. What travels from the model to its layers as ``attention_mask`` is one of
+A registered attention without a registered mask gets no mask at all and is silently not causal, so the two
+are registered together. What travels from the model to its layers as ``attention_mask`` is one of
 
 * None: every row holds real tokens only, and the diagonal is bottom-right;
 * an int32 table ``[B, 1, 1, 5]``, one line a row: first real query, real queries, first real key, real keys,
@@ -63,8 +63,8 @@ def rl_attn_mask(
     for name in _parts(mask_function):
         if not name.startswith(_UNDERSTOOD):
             raise NotImplementedError(
-                f"attn_implementation='rl_attn' computes causal, sliding-window, packed and padded attention, "
-                f"got a mask made of {name.split('.')[0]}: use another attn_implementation for this model"
+                f"attn_implementation='rl_attn' computes causal, sliding-window, packed and padded "
+                f"attention, got a mask made of {name.split('.')[0]}: use another attn_implementation"
             )
     end = q_offset + q_length
     if attention_mask is None:

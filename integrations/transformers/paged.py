@@ -86,7 +86,8 @@ class PagedCache(Cache):
         """
         if num_pages < 1 or page_size < 1:
             raise ValueError(
-                f"num_pages and page_size must be at least 1, got num_pages={num_pages}, page_size={page_size}"
+                "num_pages and page_size must be at least 1, "
+                f"got num_pages={num_pages}, page_size={page_size}"
             )
         order = list(range(num_pages) if page_order is None else page_order)
         if sorted(order) != list(range(num_pages)):
@@ -203,8 +204,8 @@ class PagedCache(Cache):
         """
         if self._step is None or kwargs is None:
             raise RuntimeError(
-                "PagedCache must be driven by paged_forward with attn_implementation='rl_attn', in a model whose "
-                f"attention passes kwargs to cache.update; got a direct call for layer {layer_idx}"
+                "PagedCache must be driven by paged_forward with attn_implementation='rl_attn', in a model "
+                f"whose attention passes kwargs to cache.update; got a direct call for layer {layer_idx}"
             )
         k, v = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         caches = self._caches[layer_idx]
@@ -249,10 +250,9 @@ def paged_forward(
             was fed.
     """
     for sequence, count in keep.items():
-        if not 0 <= count <= len(tokens.get(sequence, ())):
-            raise ValueError(
-                f"keep of sequence {sequence!r} must be 0 to its new tokens {len(tokens.get(sequence, ()))}, got {count}"
-            )
+        most = len(tokens.get(sequence, ()))
+        if not 0 <= count <= most:
+            raise ValueError(f"keep of sequence {sequence!r} must be 0 to its new tokens {most}, got {count}")
     positions: list[int] = []
     kept: list[int] = []
     for sequence, new in tokens.items():

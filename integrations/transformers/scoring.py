@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rl_attn_plugin.integrations.transformers.attention import NAME
+from rl_attn_plugin.integrations.transformers.native_masks import masks_from_positions
 from rl_attn_plugin.integrations.transformers.switch import attention_implementation
 
 
@@ -23,16 +25,16 @@ def score_packed(
 ) -> list[Tensor]:
     """Score sequences in packed full prefills, fp32 log-softmax of logits / temperature.
 
-    Nothing is shifted: entry j of the result for sequence i is the log-prob of ``sequences[i][starts[i] + j]``
-    given everything before it.
+    Nothing is shifted: entry j of the result for sequence i is the log-prob of
+    ``sequences[i][starts[i] + j]`` given everything before it.
 
     Args:
         model: a causal language model.
         sequences: token ids.
         temperature: what the logits are divided by.
         starts: first token of each sequence to score, at least 1; default 1.
-        attn_implementation: ``"rl_attn"`` (offsets) or another of transformers', which then sees the packing
-            through ``position_ids``.
+        attn_implementation: ``"rl_attn"``, packed by offsets, or ``"sdpa"`` or ``"eager"``, packed by a
+            block-diagonal mask.
         max_tokens_per_pack: sequences are packed in order up to this many tokens; a longer one runs alone.
 
     Returns:
@@ -84,23 +86,29 @@ def _score(
     positions: list[int] = []
     rows: list[int] = []
     targets: list[int] = []
+    owners: list[int] = []
     offsets = [0]
     for sequence, start in zip(sequences, starts, strict=True):
         rows += range(len(ids) + start - 1, len(ids) + len(sequence) - 1)
         targets += sequence[start:]
         ids += sequence
         positions += range(len(sequence))
+        owners += [len(offsets)] * len(sequence)
         offsets.append(len(ids))
     device = model.device
 
     def longs(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    packing = {}
+    packing: dict[str, Any] = {}
     if attn_implementation == NAME:
         longest = max(map(len, sequences))
         cu = longs(offsets).int()
         packing = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": longest, "max_length_k": longest}
+    else:
+        at, owner = longs(positions)[None], longs(owners)[None]
+        same = owner[:, :, None] == owner[:, None, :]
+        packing = {"attention_mask": masks_from_positions(model, attn_implementation, at, at, same)}
     logits = model(
         input_ids=longs(ids)[None],
         position_ids=longs(positions)[None],

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rl_attn_plugin.integrations.transformers.attention import NAME
+from rl_attn_plugin.integrations.transformers.native_masks import masks_from_positions
 from rl_attn_plugin.integrations.transformers.paged import PagedCache, cache_argument, paged_forward
 from rl_attn_plugin.integrations.transformers.switch import attention_implementation
 
@@ -52,10 +53,11 @@ class PagedSession:
 
 
 class NativeSession:
-    """The same rows transformers' own way: a padded batch over a `DynamicCache` and a 2-D mask.
+    """The same rows transformers' own way: one padded batch over a `DynamicCache`.
 
-    Rows of different lengths share columns: a feed appends as many columns as its longest row brings, shorter
-    rows end in padding that the mask hides from then on, and positions count real tokens alone.
+    Rows of different lengths share columns: a feed appends as many columns as its longest row brings, and
+    shorter rows end in padding columns. Positions count real tokens alone, and the masks are made from
+    positions, so that neither causality nor a sliding window sees the padding.
     """
 
     def __init__(self, model: PreTrainedModel, rows: int, *, attn_implementation: str = "sdpa") -> None:
@@ -64,13 +66,13 @@ class NativeSession:
         Args:
             model: a causal language model.
             rows: sequences.
-            attn_implementation: one of transformers' own.
+            attn_implementation: ``"sdpa"`` or ``"eager"``.
         """
         self._model, self._name = model, attn_implementation
         self._rows = list(range(rows))  # row of each line of the cache
         self._lengths = dict.fromkeys(range(rows), 0)
-        self._cache = DynamicCache(config=model.config)
-        self._mask = torch.zeros(rows, 0, dtype=torch.int64, device=model.device)
+        self._cache = DynamicCache()  # no config: a layer with a window would drop columns by their number
+        self._key_positions = torch.zeros(rows, 0, dtype=torch.int64, device=model.device)  # -1: padding
 
     def feed(self, tokens: Mapping[int, Sequence[int]], keep: Mapping[int, int]) -> dict[int, Tensor]:
         """Append tokens to rows; rows left out wait behind padding.
@@ -87,28 +89,23 @@ class NativeSession:
         """
         for row, new in tokens.items():
             if row not in self._rows or not new:
-                raise ValueError(
-                    f"row {row} must be one of the open rows {self._rows} and bring tokens, got {new}"
-                )
+                raise ValueError(f"row {row} must be one of {self._rows} and bring tokens, got {list(new)}")
         width, device = max(map(len, tokens.values())), self._model.device
         ids = torch.zeros(len(self._rows), width, dtype=torch.int64)
-        positions, mask = torch.zeros_like(ids), torch.zeros_like(ids)
+        positions = torch.full_like(ids, -1)
         for line, row in enumerate(self._rows):
-            new = tokens.get(row, ())
+            new, start = tokens.get(row, ()), self._lengths[row]
             ids[line, : len(new)] = torch.tensor(new, dtype=torch.int64)
-            mask[line, : len(new)] = 1
-            # padding repeats a position that exists: it is computed, hidden, and never read
-            positions[line] = (self._lengths[row] + torch.arange(width)).clamp(
-                max=max(self._lengths[row] + len(new) - 1, 0)
-            )
+            positions[line, : len(new)] = torch.arange(start, start + len(new))
             self._lengths[row] += len(new)
-        self._mask = torch.cat((self._mask, mask.to(device)), dim=1)
-        columns = sorted({c for r, n in keep.items() if n for c in range(len(tokens[r]) - n, len(tokens[r]))})
+        positions = positions.to(device)
+        self._key_positions = torch.cat((self._key_positions, positions), dim=1)
+        columns = sorted({c for r, n in keep.items() for c in range(len(tokens[r]) - n, len(tokens[r]))})
         with torch.no_grad(), attention_implementation(self._model, self._name):
             logits = self._model(
                 input_ids=ids.to(device),
-                attention_mask=self._mask,
-                position_ids=positions.to(device),
+                attention_mask=masks_from_positions(self._model, self._name, positions, self._key_positions),
+                position_ids=positions.clamp(min=0),
                 **{cache_argument(self._model): self._cache},
                 use_cache=True,
                 logits_to_keep=torch.tensor(columns, dtype=torch.int64, device=device),
@@ -125,6 +122,6 @@ class NativeSession:
         lines = [line for line, row in enumerate(self._rows) if row not in rows]
         self._rows = [self._rows[line] for line in lines]
         index = torch.tensor(lines, dtype=torch.int64, device=self._model.device)
-        self._mask = self._mask[index]
-        if lines:
+        self._key_positions = self._key_positions[index]
+        if lines and self._key_positions.shape[1]:
             self._cache.batch_select_indices(index)

