@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_wrong_arithmetic_is_broken_and_exits_1(
 def test_other_bits_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = flash_attention_varlen
 
-    def drifting(*args: object, **options: object) -> object:
+    def drifting(*args: Any, **options: Any) -> object:
         result = honest(*args, **options)
         return result._replace(lse=torch.nextafter(result.lse, torch.full_like(result.lse, 9.0)))
 

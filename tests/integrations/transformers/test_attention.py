@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ def padded(side: str) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def logits(model: PreTrainedModel, **inputs: Tensor) -> Tensor:
+def logits(model: PreTrainedModel, **inputs: Any) -> Tensor:
     with torch.no_grad():
         return model(**inputs).logits
 

@@ -53,14 +53,14 @@ def test_a_file_and_an_empty_folder(tmp_path: Path) -> None:
         load_model(str(file))
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ValueError, match="must name 'smollm2', a folder with config.json and safetensors"):
+    with pytest.raises(ValueError, match="must name 'smollm2', a folder with"):
         load_model(str(empty))
 
 
 def test_pickled_weights_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="must name 'smollm2', a folder with config.json and safetensors"):
+    with pytest.raises(ValueError, match="must name 'smollm2', a folder with"):
         load_model(str(folder))
 
 
