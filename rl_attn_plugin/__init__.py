@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from rl_attn_plugin.modules import FlashAttention
 from rl_attn_plugin.ops.attention import flash_attention, flash_attention_paged, flash_attention_varlen
-from rl_attn_plugin.ops.cache import merge_attention, write_kv_cache
+from rl_attn_plugin.ops.cache import merge_attention, plan_paged, write_kv_cache
 from rl_attn_plugin.ops.rope import apply_rope
 from rl_attn_plugin.types import AttentionOutput, Impl, PagedPlan, Rope, Schedule
 
@@ -25,5 +25,6 @@ __all__ = [
     "flash_attention_paged",
     "flash_attention_varlen",
     "merge_attention",
+    "plan_paged",
     "write_kv_cache",
 ]

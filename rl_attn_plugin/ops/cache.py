@@ -7,9 +7,9 @@ from torch import Tensor
 
 from rl_attn_plugin import validation
 from rl_attn_plugin.ops import contracts as contracts  # registers the operators
-from rl_attn_plugin.ops.dispatch import resolve_impl
+from rl_attn_plugin.ops.dispatch import arch, implementation, resolve_impl
 from rl_attn_plugin.ops.rope import apply_rope
-from rl_attn_plugin.types import AttentionOutput, Impl, Rope
+from rl_attn_plugin.types import AttentionOutput, Impl, PagedPlan, Rope, Schedule, default_schedule
 
 
 def merge_attention(outs: Tensor, lses: Tensor, *, impl: Impl | str = Impl.AUTO) -> AttentionOutput:
@@ -140,3 +140,74 @@ def write_kv_cache(
     if rope is not None:
         k = apply_rope(k, rope, impl=chosen)
     torch.ops.rl_attn.write_kv_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, chosen.value)
+
+
+def plan_paged(
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int | None = None,
+    dtype: torch.dtype,
+    kv_start: Tensor | None = None,
+    impl: Impl | str = Impl.AUTO,
+    schedule: Schedule | None = None,
+) -> PagedPlan:
+    """Spread one step over the device by its real lengths; make it once a step, give it to every layer.
+
+    Without a plan the grid fits the host bounds, so one long sequence among many short ones costs as much as
+    many long ones. A plan reads the lengths, which synchronises once; it never changes a bit of a result. It
+    holds for all layers of these head counts and dims, whatever their masks.
+
+    Args:
+        cu_seqlens_q: int32 ``[B + 1]``.
+        seqlens_k: int32 ``[B]``, new tokens included.
+        num_heads: Hq.
+        num_kv_heads: Hkv.
+        head_dim: D.
+        v_head_dim: Dv, default D.
+        dtype: of q.
+        kv_start: int32 ``[B]``, as it will be given to the attention.
+        impl: see `flash_attention`; ``"torch"`` needs no plan and gets an empty one.
+        schedule: see `flash_attention`.
+
+    Raises:
+        ValueError: with every reason.
+    """
+    why = validation.Reasons("plan_paged")
+    if why.need(
+        cu_seqlens_q.dim() == 1 and cu_seqlens_q.shape[0] > 0,
+        "cu_seqlens_q must be [B + 1], got {}",
+        validation.shape(cu_seqlens_q),
+    ):
+        batch = cu_seqlens_q.shape[0] - 1
+        validation.check_ints(why, "cu_seqlens_q", cu_seqlens_q, [batch + 1], cu_seqlens_q.device)
+        validation.check_ints(why, "seqlens_k", seqlens_k, [batch], cu_seqlens_q.device)
+        validation.check_ints(why, "kv_start", kv_start, [batch], cu_seqlens_q.device)
+    why.need(
+        num_kv_heads > 0 and num_heads % num_kv_heads == 0,
+        "num_heads must be a multiple of num_kv_heads, got {} and {}",
+        num_heads,
+        num_kv_heads,
+    )
+    why.need(dtype in validation.DTYPES, "dtype must be float16, bfloat16 or float32, got {}", dtype)
+    why.done()
+    v_dim = head_dim if v_head_dim is None else v_head_dim
+    chosen = resolve_impl(impl, cu_seqlens_q.device)
+    if chosen is Impl.TORCH:
+        return PagedPlan(None, 0)
+    schedule = schedule or default_schedule(head_dim, v_dim, dtype, arch(cu_seqlens_q.device))
+    plan: PagedPlan = implementation(chosen.value, "schedule").plan_paged(
+        cu_seqlens_q,
+        seqlens_k,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_dim,
+        dtype=dtype,
+        split_k=schedule.split_k,
+        kv_start=kv_start,
+    )
+    return plan

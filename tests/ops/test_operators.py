@@ -14,6 +14,7 @@ from rl_attn_plugin import (
     flash_attention_paged,
     flash_attention_varlen,
     merge_attention,
+    plan_paged,
     write_kv_cache,
 )
 from rl_attn_plugin.ops import contracts
@@ -98,6 +99,11 @@ def test_out_argument_and_partials() -> None:
     buffer = torch.full((3, 2, 16), torch.nan, dtype=torch.bfloat16)
     given = flash_attention_paged(*arguments, out=buffer)
     assert given.out is buffer and torch.equal(buffer, plain.out) and torch.equal(given.lse, plain.lse)
+    plan = plan_paged(
+        arguments[3], arguments[4], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.bfloat16
+    )
+    planned = flash_attention_paged(*arguments, plan=plan)
+    assert torch.equal(planned.out, plain.out) and torch.equal(planned.lse, plain.lse)
     partial = flash_attention_paged(*arguments, out_dtype=torch.float32)
     assert partial.out.dtype == torch.float32
     assert torch.equal(partial.out.bfloat16(), plain.out)

@@ -18,6 +18,7 @@ from rl_attn_plugin import (
     flash_attention_paged,
     flash_attention_varlen,
     merge_attention,
+    plan_paged,
     write_kv_cache,
 )
 
@@ -234,3 +235,13 @@ def test_schedule_refusals() -> None:
 def test_module_refusals() -> None:
     with pytest.raises(ValueError, match="num_heads must be a multiple of num_kv_heads, got 4 and 3"):
         FlashAttention(4, 16, 3)
+
+
+def test_plan_refusals() -> None:
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32}
+    with pytest.raises(ValueError, match="num_heads must be a multiple of num_kv_heads, got 4 and 3"):
+        plan_paged(ints(0, 1), ints(4), **{**sizes, "num_kv_heads": 3})
+    with pytest.raises(ValueError, match=re.escape("seqlens_k must have shape [1], got [2]")):
+        plan_paged(ints(0, 1), ints(4, 4), **sizes)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q must be int32, got torch\.int64"):
+        plan_paged(torch.tensor([0, 1]), ints(4), **sizes)
