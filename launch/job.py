@@ -183,7 +183,7 @@ def _judge(config: JobConfig, console: Console, store: RunStore) -> int:
             write(path)
         except OSError as error:
             raise StoreError(write_failure(path, error)) from error
-    report.print_report(result, console)
+    report.print_report(result, console, manifest=store.manifest)
     _say(console, f"report: {store.root / 'report.html'}")
     return EXIT_STATUS[result.verdict]
 

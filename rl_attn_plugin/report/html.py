@@ -63,7 +63,8 @@ def render_html(report: DriftReport, table: pa.Table, manifest: Mapping[str, Any
         "lines": lambda text: "\n".join(words.visible(line) for line in text.split("\n")),
         "probability": lambda logp: words.number(math.exp(logp)),
     }
-    plotly_js = get_plotlyjs().replace("\r\n", "\n")
+    # without an arm there is nothing to draw
+    plotly_js = get_plotlyjs().replace("\r\n", "\n") if report.arms else ""
     script = (_TEMPLATES / "report.js").read_text("utf-8")
     return environment.get_template("report.html.j2").render(
         report=report,

@@ -14,9 +14,11 @@ from rl_attn_plugin.report.words import (
     Sampling,
     attention_share,
     headline,
+    interval,
     number,
     owner,
     percent,
+    share,
     step_names,
     visible,
 )
@@ -31,9 +33,7 @@ _WORST = 6
 _CONTEXT = 22  # characters shown before a worst token; half as many after
 
 
-def print_report(
-    report: DriftReport, console: Console, *, manifest: Mapping[str, Any] | None = None
-) -> None:
+def print_report(report: DriftReport, console: Console, *, manifest: Mapping[str, Any] | None = None) -> None:
     """Verdict, statistics by arm and path, telescoped steps, and the worst tokens.
 
     Args:
@@ -68,10 +68,10 @@ def print_report(
     console.print(_paths(report))
     console.print(_steps(report))
     for arm in report.arms:
-        console.print(Text(owner(report, arm)))
-    share = attention_share(report)
-    if share:
-        console.print(Text(share))
+        console.print(Text.assemble((arm, "bold"), ": ", owner(report, arm)))
+    owned = attention_share(report)
+    if owned:
+        console.print(Text(owned))
     if report.worst and report.worst[0].dlogp != 0:
         console.print(_worst(report))
 
@@ -115,23 +115,20 @@ def _steps(report: DriftReport) -> Table:
     table.add_column("step")
     for arm in report.arms:
         table.add_column(arm, justify="right", no_wrap=True)
+        table.add_column("share", justify="right", no_wrap=True)
     if report.attention:
         table.add_column("attention's share", justify="right", no_wrap=True)
     for step in step_names(report):
         cells = []
         for found in report.arms.values():
             if step == TOTAL:
-                cells.append(f"{number(found.paths['recorded'].dlogp.mean_abs)}       ")
+                cells += [number(found.paths["recorded"].dlogp.mean_abs), ""]
             else:
-                cells.append(
-                    f"{number(found.steps[step].mean_abs)}  {percent(found.step_share[step]):>5}"
-                )
+                cells += [number(found.steps[step].mean_abs), percent(found.step_share[step])]
         if report.attention:
             contrast = report.attention[step]
-            text = percent(contrast.share)
-            if contrast.share_low is not None and contrast.share_high is not None:
-                text += f"  [{percent(contrast.share_low)}, {percent(contrast.share_high)}]"
-            cells.append(text)
+            within = interval(contrast)
+            cells.append(share(contrast.share) + (f"  ({within})" if within else ""))
         table.add_row(STEP_LABELS[step], *cells, style="bold" if step == TOTAL else "")
     return table
 

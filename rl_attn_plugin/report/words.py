@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_attn_plugin.drift import STEPS, TOTAL, Check, DriftReport, checks
+from rl_attn_plugin.drift import STEPS, TOTAL, Check, Contrast, DriftReport, checks
 
 PATH_LABELS = {
-    "recorded": "recorded while sampling",
+    "recorded": "as recorded",
     "chunked_prefill": "chunked prefill",
     "decode_replay": "decode replay",
 }
@@ -26,7 +26,7 @@ STEP_MEANINGS = {
     "decode_replay_minus_recorded": "the same decoding in another batch and other pages",
     TOTAL: "trainer against rollout: the sum of the three",
 }
-SIGN = "dlogp = logp_trainer − logp_rollout, in nats; positive where the trainer finds the token more likely"
+SIGN = "dlogp = logp_trainer − logp_rollout, nats; positive: the trainer finds the token more likely"
 
 _NO_NUMBER = "–"
 
@@ -53,10 +53,7 @@ class Sampling:
         if self.temperature is None:
             return "The run does not say how its tokens were drawn"
         top = "" if self.top_p is None else f", top-p {self.top_p:g}"
-        return (
-            f"Tokens drawn at temperature {self.temperature:g}{top}; log-probs compared at that temperature, "
-            "without truncation"
-        )
+        return f"Tokens drawn at temperature {self.temperature:g}{top}; log-probs compared at it, without truncation"
 
 
 def number(value: float | None, signed: bool = False) -> str:
@@ -77,13 +74,31 @@ def number(value: float | None, signed: bool = False) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Whole percents, one decimal near 0 and 100 where rounding would lie."""
+    """Whole percents, one decimal near 0 and 100; what is not all is never called 100 %, nor 0 % what is
+    not nothing."""
     if value is None:
         return _NO_NUMBER
-    scaled = 100 * value
-    near = 0 < abs(scaled) < 1 or 99 < abs(scaled) < 100
-    text = f"{abs(scaled):.1f}" if near else f"{abs(scaled):.0f}"
-    return f"{'−' if scaled < 0 and float(text) else ''}{text} %"
+    size, sign = abs(100 * value), "−" if value < 0 else ""
+    if 0 < size < 0.05:
+        return f"{sign}<0.1 %"
+    if 99.95 <= size < 100:
+        return f"{sign}>99.9 %"
+    return f"{sign}{size:.1f} %" if 0 < size < 1 or 99 < size < 100 else f"{sign}{size:.0f} %"
+
+
+def share(value: float | None) -> str:
+    """Attention's share of native drift; what more than doubled is written as a multiple."""
+    if value is None or value >= -1:
+        return percent(value)
+    return f"×{number(1 - value)}"
+
+
+def interval(contrast: Contrast) -> str:
+    """The 95 % interval of attention's share, low to high; empty without one."""
+    if contrast.share_low is None or contrast.share_high is None:
+        return ""
+    low, high = share(contrast.share_low), share(contrast.share_high)
+    return f"{high} to {low}" if contrast.share_high < -1 else f"{low} to {high}"
 
 
 def visible(text: str) -> str:
@@ -137,12 +152,12 @@ def headline(report: DriftReport) -> str:
 
 
 def owner(report: DriftReport, arm: str) -> str:
-    """Which step owns an arm's drift, as a sentence."""
+    """Which step owns an arm's drift, in words."""
     share = {name: value for name, value in report.arms[arm].step_share.items() if value}
     if not share:
-        return f"{arm}: no step drifts at all, every token is equal bit for bit."
+        return "no step drifts at all, every token is equal bit for bit."
     name = max(share, key=lambda step: share[step])
-    return f"{arm}: the largest part, {percent(share[name])}, arises in {STEP_LABELS[name]}, {STEP_MEANINGS[name]}."
+    return f"{percent(share[name])} of the drift arises in {STEP_LABELS[name]}, {STEP_MEANINGS[name]}."
 
 
 def attention_share(report: DriftReport) -> str | None:
@@ -152,17 +167,21 @@ def attention_share(report: DriftReport) -> str | None:
         return None
     if found.share is None:
         return "The native arm does not drift, so there is nothing that attention could own."
-    interval = ""
-    if found.share_low is not None and found.share_high is not None:
-        interval = f" (95 % interval {percent(found.share_low)} to {percent(found.share_high)})"
-        if found.share_low <= 0 <= found.share_high:
-            return (
-                f"Swapping attention changes mean |dlogp| by {percent(-found.share)}{interval}: "
-                "attention's share cannot be told from zero."
-            )
+    within = f" (95 % interval {interval(found)})" if interval(found) else ""
+    if (
+        found.share_low is not None
+        and found.share_high is not None
+        and found.share_low <= 0 <= found.share_high
+    ):
+        return (
+            f"Swapping attention changes mean |dlogp| by {percent(-found.share)}, a change that cannot be told "
+            f"from none{within}."
+        )
+    if found.share < -1:
+        return f"With the plugin's attention mean |dlogp| is {share(found.share)} that of native{within}."
     if found.share < 0:
-        return f"With the plugin's attention mean |dlogp| is {percent(-found.share)} larger{interval}."
-    return f"Attention owns {percent(found.share)} of the native drift{interval}."
+        return f"With the plugin's attention mean |dlogp| grows: attention's share is {share(found.share)}{within}."
+    return f"Attention owns {percent(found.share)} of the native drift{within}."
 
 
 def step_names(report: DriftReport) -> list[str]:

@@ -33,7 +33,7 @@ def token_table(
     rows: dict[str, list[Any]] = {
         name: []
         for name in (
-            "sample", "position", "token_id", "text", "arm", "path", "logp_trainer", "logp_rollout", "dlogp"
+            "sample", "position", "token_id", "text", "arm", "path", "logp_trainer", "logp_rollout"
         )
     }  # fmt: skip
     for sample in range(samples):
@@ -59,7 +59,11 @@ def token_table(
                 rows["path"] += [path] * tokens
                 rows["logp_trainer"] += trainer.tolist()
                 rows["logp_rollout"] += rollout.tolist()
-                rows["dlogp"] += (trainer.astype(np.float64) - rollout.astype(np.float64)).tolist()
+    return table_of([dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)])
+
+
+def table_of(rows: list[dict[str, Any]]) -> pa.Table:
+    """A token table; log-probs are rounded to float32 and dlogp is their exact difference."""
     schema = pa.schema(
         [
             ("sample", pa.int32()), ("position", pa.int32()), ("token_id", pa.int32()), ("text", pa.string()),
@@ -67,4 +71,7 @@ def token_table(
             ("logp_rollout", pa.float32()), ("dlogp", pa.float64()),
         ]
     )  # fmt: skip
-    return pa.table(rows, schema=schema)
+    for row in rows:
+        trainer, rollout = np.float32(row["logp_trainer"]), np.float32(row["logp_rollout"])
+        row["dlogp"] = np.float64(trainer) - np.float64(rollout)
+    return pa.Table.from_pylist(rows, schema=schema)

@@ -2,7 +2,7 @@
 // Draws the charts from the JSON in #data, in the colours of the style sheet, and again when these change.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  if (!data.arms.length) return;
+  if (!data.arms.length) { document.documentElement.dataset.drawn = "yes"; return; }
 
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   // plotly reads a few tags in texts: model text must not be one of them
@@ -13,7 +13,7 @@
   const colour = (arm) => css(tested(arm) ? "--tested" : others.indexOf(arm.name) ? "--third" : "--other");
 
   const axis = (title, more) => ({
-    title: { text: title, standoff: 8 }, gridcolor: css("--grid"), linecolor: css("--line"), zerolinecolor: css("--line"),
+    title: { text: title, standoff: 8, font: { size: 13 } }, gridcolor: css("--grid"), linecolor: css("--line"), zerolinecolor: css("--line"),
     tickcolor: css("--line"), automargin: true, fixedrange: true, exponentformat: "e", ...more,
   });
   const layout = (more) => ({
@@ -27,8 +27,9 @@
     Plotly.react(id, traces, layout(look), { displayModeBar: false, responsive: true, doubleClick: false });
 
   function steps() {
+    const narrow = document.getElementById("steps").clientWidth < 480;
     const widest = Math.max(...data.arms.flatMap((arm) => arm.steps.map((v) => v || 0)));
-    const traces = [...data.arms].reverse().map((arm) => ({
+    const traces = data.arms.map((arm) => ({
       type: "bar", orientation: "h", name: escaped(arm.name), x: arm.steps, y: data.steps,
       text: arm.steps.map((v) => (v === null ? "" : short(v))), textposition: "outside", cliponaxis: false,
       textfont: { color: css("--ink") }, customdata: arm.shares.map((v) => (v === null ? "–" : `${(100 * v).toFixed(0)} %`)),
@@ -36,9 +37,8 @@
       hovertemplate: "%{y}<br>%{x:.3~g} nats, %{customdata} of the arm<extra>%{fullData.name}</extra>",
     }));
     draw("steps", traces, {
-      bargap: 0.3, bargroupgap: 0.15, xaxis: axis("mean |step|, nats", { range: [0, widest * 1.18 || 1], nticks: 5 }),
+      bargap: 0.3, bargroupgap: 0.15, xaxis: axis("mean |step|, nats", { range: [0, widest * (narrow ? 1.4 : 1.15) || 1], nticks: narrow ? 3 : 6, tickangle: 0 }),
       yaxis: axis("", { autorange: "reversed", gridcolor: "rgba(0,0,0,0)", tickfont: { color: css("--ink") }, ticksuffix: "  " }),
-      legend: { ...layout().legend, traceorder: "reversed" },
     });
   }
 
@@ -59,20 +59,22 @@
   }
 
   function curves(id, title, key, x, label, more) {
-    const traces = data.arms.flatMap((arm) => {
+    const panels = [["yaxis", "y", 3, "mean"], ["yaxis2", "y2", 4, "largest"]];
+    const traces = panels.flatMap(([, yaxis, column, word]) => data.arms.map((arm) => {
       const bins = arm[key];
-      const about = bins.map((b) => [escaped(label(b)), b[2]]);
-      const style = { color: colour(arm), width: 2.5, dash: tested(arm) ? "solid" : "dash" };
-      const hover = "%{customdata[0]}, %{customdata[1]} tokens<br>";
-      return [
-        { type: "scatter", mode: bins.length > 1 ? "lines" : "markers", name: escaped(arm.name), x: bins.map(x), y: bins.map((b) => b[3]),
-          line: style, customdata: about, hovertemplate: `${hover}mean %{y:.3~g}<extra>%{fullData.name}</extra>` },
-        { type: "scatter", mode: "markers", showlegend: false, name: escaped(arm.name), x: bins.map(x), y: bins.map((b) => b[4]),
-          marker: { color: colour(arm), size: 6, opacity: 0.75, symbol: tested(arm) ? "square" : "circle-open" }, customdata: about,
-          hovertemplate: `${hover}largest %{y:.3~g}<extra>%{fullData.name}</extra>` },
-      ];
+      return {
+        type: "scatter", mode: "lines+markers", name: escaped(arm.name), legendgroup: escaped(arm.name), showlegend: column === 3, yaxis,
+        x: bins.map(x), y: bins.map((b) => b[column]), customdata: bins.map((b) => [label(b), b[2]]),
+        line: { color: colour(arm), width: 2, dash: tested(arm) ? "solid" : "dot" },
+        marker: { color: colour(arm), size: 6, symbol: tested(arm) ? "square" : "circle-open", line: { color: colour(arm), width: 1.5 } },
+        hovertemplate: `%{customdata[0]}, %{customdata[1]} tokens<br>${word} %{y:.3~g}<extra>%{fullData.name}</extra>`,
+      };
+    }));
+    draw(id, traces, {
+      xaxis: axis(title, { anchor: "y", ...more }),
+      yaxis: axis("mean |dlogp|", { rangemode: "tozero", nticks: 4, domain: [0, 0.46] }),
+      yaxis2: axis("largest", { rangemode: "tozero", nticks: 4, domain: [0.54, 1] }),
     });
-    draw(id, traces, { xaxis: axis(title, more), yaxis: axis("|dlogp|, nats", { rangemode: "tozero", nticks: 6 }) });
   }
 
   function scatters() {
