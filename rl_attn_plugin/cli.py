@@ -29,8 +29,10 @@ def parity(config: JobConfig) -> int:
       rl-attn parity --model ./my-model --prompts prompts.jsonl --max-new-tokens 128 --out runs/mine
       rl-attn parity --inject-fault rope      # must end in DRIFT
     """
-    from rl_attn_plugin.launch.job import run
-
+    try:
+        from rl_attn_plugin.launch.job import run
+    except ModuleNotFoundError as error:
+        return _missing("rl-attn parity", error)
     return run(config)
 
 
@@ -48,6 +50,13 @@ def doctor() -> int:
     findings = examine()
     print_findings(findings, Console())
     return exit_status(findings)
+
+
+def _missing(command: str, error: ModuleNotFoundError) -> int:
+    if error.name is None or error.name.startswith("rl_attn_plugin"):
+        raise error
+    print(f"{command} needs {error.name}: pip install 'rl-attn-plugin[ray,transformers]'", file=sys.stderr)
+    return EXIT_USAGE
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ def named(name: str) -> doctor.Finding:
 
 def test_this_machine_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert torch.__version__ in printed and "bit-equal to full prefill" in printed
 
 

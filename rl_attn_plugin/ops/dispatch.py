@@ -7,13 +7,22 @@ import importlib
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from types import ModuleType
+from typing import TypeVar
 
 import torch
 
 from rl_attn_plugin.types import Impl
 
 _log = logging.getLogger("rl_attn_plugin")
+_F = TypeVar("_F", bound=Callable[..., object])
+
+
+def _constant_when_traced(function: _F) -> _F:
+    """What ``torch.compiler.assume_constant_result`` does, without its import of dynamo, which takes a second."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def triton_reasons(device: torch.device) -> list[str]:
@@ -49,7 +58,7 @@ def resolve_impl(impl: Impl | str, device: torch.device) -> Impl:
     return Impl(_auto(device.type))
 
 
-@torch.compiler.assume_constant_result
+@_constant_when_traced
 def _auto(device_type: str) -> str:  # a plain string: torch.compile takes no enum as a constant
     if device_type == "cpu":
         return Impl.TORCH.value
@@ -64,7 +73,7 @@ def _say_once(device_type: str, chosen: str, reasons: str) -> None:
     _log.info("impl='auto' took %r on %s%s", chosen, device_type, f" ({reasons})" if reasons else "")
 
 
-@torch.compiler.assume_constant_result
+@_constant_when_traced
 def arch(device: torch.device) -> str:
     """The architecture that the default schedule depends on: ``cpu``, ``sm_90``, ``gfx942``."""
     if device.type != "cuda":
