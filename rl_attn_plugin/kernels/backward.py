@@ -32,12 +32,15 @@ _ROWS = 64  # rows of a program of the two row-wise kernels
 
 
 @triton.jit(do_not_specialize=["rows"])
-def delta_kernel(
-    Out, DOut, DLse, Delta, rows, out_b, out_t, out_h, out_d, dout_b, dout_t, dout_h, dout_d,
-    dlse_b, dlse_h, dlse_t, lse_b, lse_h,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
+def statistics_kernel(
+    Out, DOut, Lse, DLse, RowLse, Delta, rows, out_b, out_t, out_h, out_d, dout_b, dout_t, dout_h, dout_d,
+    lse_b, lse_h, dlse_b, dlse_h, dlse_t, stat_b, stat_h,
+    G: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """``delta = rowsum(out * dout) - dlse``, laid out as lse."""
+    """Base-2 lse and ``delta = rowsum(out * dout) - dlse``, laid out as the walks read them.
+
+    Row ``t * G + g`` of a kv head holds query t of group head g, so a block of packed rows is contiguous.
+    """
     t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
@@ -51,43 +54,51 @@ def delta_kernel(
     delta = tl.sum(out * dout, 1)
     if DLse is not None:
         delta -= tl.load(DLse + b * dlse_b + head * dlse_h + t * dlse_t, mask=inside, other=0.0)
-    tl.store(Delta + b * lse_b + head * lse_h + t, delta, mask=inside)
+    lse = tl.load(Lse + b * lse_b + head * lse_h + t, mask=inside, other=0.0)
+    target = b * stat_b + head // G * stat_h + t * G + head % G
+    tl.store(RowLse + target, lse * LOG2_E, mask=inside)
+    tl.store(Delta + target, delta, mask=inside)
 
 
 @triton.jit(do_not_specialize=["batch", "rows"])
-def sinks_kernel(Lse, Delta, Sinks, DSinks, batch, rows, lse_b, lse_h, ROWS: tl.constexpr):
+def sinks_kernel(RowLse, Delta, Sinks, DSinks, batch, rows, stat_b, stat_h, G: tl.constexpr, ROWS: tl.constexpr):
     """``dsink = -sum(exp(sink - lse) * delta)`` of one head, in one order."""
     head = tl.program_id(0).to(tl.int64)
     sink = tl.load(Sinks + head).to(tl.float32) * LOG2_E
     total = tl.zeros([ROWS], tl.float32)
-    Lse += head * lse_h
-    Delta += head * lse_h
+    RowLse += head // G * stat_h + head % G
+    Delta += head // G * stat_h + head % G
     for _ in range(batch):
         for t0 in range(0, rows, ROWS):
-            t = t0 + tl.arange(0, ROWS)
-            lse = tl.load(Lse + t, mask=t < rows, other=float("-inf")) * LOG2_E
-            delta = tl.load(Delta + t, mask=t < rows, other=0.0)
+            t = (t0 + tl.arange(0, ROWS)).to(tl.int64)
+            lse = tl.load(RowLse + t * G, mask=t < rows, other=float("-inf"))
+            delta = tl.load(Delta + t * G, mask=t < rows, other=0.0)
             real = lse > float("-inf")  # padding and empty rows have no share
             share = tl.exp2(sink - tl.where(real, lse, 0.0))
             total += tl.where(real, share * delta, 0.0)
-        Lse += lse_b
-        Delta += lse_b
+        RowLse += stat_b
+        Delta += stat_b
     tl.store(DSinks + head, (0.0 - tl.sum(total, 0)).to(DSinks.dtype.element_ty))
 
 
 @triton.jit
-def _gradient(scores, lse, dp, delta, seen, inner, scale_log2, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, FACTOR: tl.constexpr):  # fmt: skip
-    """Probabilities and score gradients of a tile, from raw products; ``lse`` (base 2) and ``delta`` broadcast."""
-    bent = bend(scores, inner, SOFTCAP, FACTOR)
+def _probabilities(bent, lse, seen, scale_log2, MASKED: tl.constexpr):
+    """exp(score - lse) of a tile; ``lse`` is base 2 and broadcasts."""
     p = tl.exp2(tl.fma(bent, scale_log2, -lse))
     if MASKED:  # select after the exponential: it may overflow where nothing is seen
         p = tl.where(seen, p, 0.0)
+    return p
+
+
+@triton.jit
+def _score_gradient(p, dp, delta, bent, seen, MASKED: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Gradient of the loss in the scores, but for ``scale``; ``delta`` broadcasts."""
     ds = p * (dp - delta)
     if SOFTCAP:
         ds = ds * tl.fma(-bent, bent, 1.0)
     if MASKED:
         ds = tl.where(seen, ds, 0.0)
-    return p, ds
+    return ds
 
 
 @triton.jit
@@ -103,58 +114,74 @@ def _visible(position, absolute, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT:
 
 @triton.jit
 def _walk_queries(
-    dk, dv, k, v, Q, DOut, Lse, Delta, absolute, valid, begin, end, row, num_q, origin, head, left, right, inner,
-    scale_log2, q_t, q_h, q_d, dout_t, dout_h, dout_d, lse_h,
+    dk, dv, k, v, Q, DOut, RowLse, Delta, absolute, valid, begin, end, gap_begin, gap_end, row, num_q, origin, head64, left, right, inner,
+    scale_log2, q_t, q_h, q_d, dout_t, dout_h, dout_d,
     MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     FACTOR: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add what rows ``[begin, end)`` contribute to dk and dv. All products are formed transposed, keys first."""
-    for r0 in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
+    """Add what rows ``[begin, end)`` but those of the gap contribute to dk and dv.
+
+    All products are formed transposed, keys first. The masked walk takes the rows on both sides of the
+    unmasked one in one loop: with three loops ptxas 12.8 runs every product by itself.
+    """
+    for at in tl.range(begin, end - (gap_end - gap_begin), BLOCK_M, num_stages=STAGES):
+        r0 = tl.where(at < gap_begin, at, at + (gap_end - gap_begin))
         rows = r0 + tl.arange(0, BLOCK_M)
         inside = rows < num_q * G
         query = rows // G
-        heads = (head * G + rows % G).to(tl.int64)
-        token = (row + query).to(tl.int64)
-        line = heads * lse_h + token
-        q = load_rows(Q, token * q_t + heads * q_h, q_d, inside, D, BLOCK_D, MASKED, k.dtype)
-        dout = load_rows(DOut, token * dout_t + heads * dout_h, dout_d, inside, DV, BLOCK_DV, MASKED, k.dtype)
-        if MASKED:
-            lse = tl.load(Lse + line, mask=inside, other=0.0)
-            delta = tl.load(Delta + line, mask=inside, other=0.0)
-            lse = tl.where(lse > float("-inf"), lse, 0.0)
+        if BLOCK_M % G == 0:  # a block starts at a query: its offsets are the same in every block
+            far = head64 * 0 + (row + r0 // G)
+            lane = tl.arange(0, BLOCK_M).to(tl.int64) if WIDE else tl.arange(0, BLOCK_M)
+            q_base = Q + far * q_t + head64 * G * q_h
+            q_offset = lane // G * q_t + lane % G * q_h
+            dout_base = DOut + far * dout_t + head64 * G * dout_h
+            dout_offset = lane // G * dout_t + lane % G * dout_h
+            wide: tl.constexpr = WIDE
         else:
-            lse = tl.load(Lse + line)
-            delta = tl.load(Delta + line)
-        scores = tl.dot(k, tl.trans(q), input_precision="ieee")
-        dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+            heads = head64 * G + rows % G
+            token = (row + query).to(tl.int64)
+            q_base = Q
+            q_offset = token * q_t + heads * q_h
+            dout_base = DOut
+            dout_offset = token * dout_t + heads * dout_h
+            wide: tl.constexpr = True
+        q = load_rows(q_base, q_offset, q_d, inside, D, BLOCK_D, MASKED, wide, k.dtype)
+        dout = load_rows(dout_base, dout_offset, dout_d, inside, DV, BLOCK_DV, MASKED, wide, k.dtype)
+        if MASKED:
+            lse = tl.load(RowLse + rows, mask=inside, other=0.0)
+            delta = tl.load(Delta + rows, mask=inside, other=0.0)
+        else:
+            lse = tl.load(RowLse + rows)
+            delta = tl.load(Delta + rows)
+        bent = bend(tl.dot(k, tl.trans(q), input_precision="ieee"), inner, SOFTCAP, FACTOR)
         seen = valid[:, None]
         if MASKED:
             seen = _visible((origin + query)[None, :], absolute[:, None], left, right, HAS_LEFT, HAS_RIGHT)
             seen = seen & valid[:, None] & inside[None, :]
-        p, ds = _gradient(
-            scores, (lse * LOG2_E)[None, :], dp, delta[None, :], seen, inner, scale_log2, MASKED, SOFTCAP, FACTOR
-        )
+        p = _probabilities(bent, lse[None, :], seen, scale_log2, MASKED)
         dv = tl.dot(p.to(k.dtype), dout, dv, input_precision="ieee")
+        dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+        ds = _score_gradient(p, dp, delta[None, :], bent, seen, MASKED, SOFTCAP)
         dk = tl.dot(ds.to(k.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def backward_kv_kernel(
-    Q, K, V, DOut, Lse, Delta, DK, DV_, CuQ, CuK, UsedQ, UsedK, KvStart, Keep,
+    Q, K, V, DOut, RowLse, Delta, DK, DV_, CuQ, CuK, UsedQ, UsedK, KvStart, Keep,
     scale, inner, scale_log2, kv_heads, batch, total, total_k, seq_q, seq_k, tiles, steps, left, right,
     q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, dout_b, dout_t, dout_h, dout_d,
-    dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, lse_b, lse_h, keep_b, keep_t,
+    dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, stat_b, stat_h, keep_b, keep_t,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr, TOP_LEFT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, MODE: tl.constexpr, TOP_LEFT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FACTOR: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys of one kv head."""
-    per_head = tl.num_programs(0) // kv_heads
-    head = tl.program_id(0) // per_head
-    tile = tl.program_id(0) % per_head  # causal: the first keys have the most queries
+    # causal: the first keys have the most queries; every head's heaviest tile starts before any light one
+    head = tl.program_id(0) % kv_heads
+    tile = tl.program_id(0) // kv_heads
     if MODE == DENSE:
         entry = tile // tiles
         tile = tile % tiles
@@ -180,12 +207,13 @@ def backward_kv_kernel(
     head64 = head.to(tl.int64)
     token = (key_row + index).to(tl.int64)
     compute = tl.float32 if UPCAST else Q.dtype.element_ty
-    k = load_rows(K + batch_index * k_b + head64 * k_h, token * k_t, k_d, valid, D, BLOCK_D, True, compute)
-    v = load_rows(V + batch_index * v_b + head64 * v_h, token * v_t, v_d, valid, DV, BLOCK_DV, True, compute)
+    k = load_rows(K + batch_index * k_b + head64 * k_h, token * k_t, k_d, valid, D, BLOCK_D, True, True, compute)
+    v = load_rows(V + batch_index * v_b + head64 * v_h, token * v_t, v_d, valid, DV, BLOCK_DV, True, True, compute)
     Q += batch_index * q_b
     DOut += batch_index * dout_b
-    Lse += batch_index * lse_b
-    Delta += batch_index * lse_b
+    stat = batch_index * stat_b + head64 * stat_h + row * G
+    RowLse += stat
+    Delta += stat
 
     # queries that see some key of the tile, and queries that see all of them
     origin = first_position(num_q, num_k, start, TOP_LEFT)
@@ -211,21 +239,16 @@ def backward_kv_kernel(
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     absolute = start + index
     dk, dv = _walk_queries(
-        dk, dv, k, v, Q, DOut, Lse, Delta, absolute, valid, begin, full_begin, row, num_q, origin, head, left, right,
-        inner, scale_log2, q_t, q_h, q_d, dout_t, dout_h, dout_d, lse_h,
-        True, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, STAGES,
+        dk, dv, k, v, Q, DOut, RowLse, Delta, absolute, valid, begin, end, full_begin, full_end, row, num_q, origin,
+        head64, left, right, inner, scale_log2, q_t, q_h, q_d, dout_t, dout_h, dout_d,
+        True, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, WIDE, STAGES,
     )  # fmt: skip
     if Keep is None:
         dk, dv = _walk_queries(
-            dk, dv, k, v, Q, DOut, Lse, Delta, absolute, valid, full_begin, full_end, row, num_q, origin, head, left,
-            right, inner, scale_log2, q_t, q_h, q_d, dout_t, dout_h, dout_d, lse_h,
-            False, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, STAGES,
+            dk, dv, k, v, Q, DOut, RowLse, Delta, absolute, valid, full_begin, full_end, full_end, full_end, row, num_q,
+            origin, head64, left, right, inner, scale_log2, q_t, q_h, q_d, dout_t, dout_h, dout_d,
+            False, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, WIDE, STAGES,
         )  # fmt: skip
-    dk, dv = _walk_queries(
-        dk, dv, k, v, Q, DOut, Lse, Delta, absolute, valid, full_end, end, row, num_q, origin, head, left, right,
-        inner, scale_log2, q_t, q_h, q_d, dout_t, dout_h, dout_d, lse_h,
-        True, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, STAGES,
-    )  # fmt: skip
 
     d = tl.arange(0, BLOCK_D)
     target = DK + batch_index * dk_b + head64 * dk_h + (token * dk_t)[:, None] + d[None, :]
@@ -237,42 +260,43 @@ def backward_kv_kernel(
 
 @triton.jit
 def _walk_keys(
-    dq, q, dout, lse, delta, K, V, Keep, position, begin, end, start, num_k, left, right, inner, scale_log2,
-    k_t, k_d, v_t, v_d, keep_t,
+    dq, q, dout, lse, delta, K, V, Keep, position, begin, end, gap_begin, gap_end, start, num_k, left, right,
+    inner, scale_log2, k_t, k_d, v_t, v_d, keep_t,
     MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     FACTOR: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add what keys ``[begin, end)`` (relative to the sequence) contribute to dq."""
-    for n0 in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+    """Add what keys ``[begin, end)`` but those of the gap (relative to the sequence) contribute to dq."""
+    for at in tl.range(begin, end - (gap_end - gap_begin), BLOCK_N, num_stages=STAGES):
+        n0 = tl.where(at < gap_begin, at, at + (gap_end - gap_begin))
         index = n0 + tl.arange(0, BLOCK_N)
         inside = index < num_k
         if MASKED and Keep is not None:
             inside = inside & (tl.load(Keep + index * keep_t, mask=inside, other=0) != 0)
-        offset = index.to(tl.int64)
-        k = load_rows(K, offset * k_t, k_d, inside, D, BLOCK_D, MASKED, q.dtype)
-        v = load_rows(V, offset * v_t, v_d, inside, DV, BLOCK_DV, MASKED, q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        far = tl.full((), 0, tl.int64) + n0
+        lane = tl.arange(0, BLOCK_N).to(tl.int64) if WIDE else tl.arange(0, BLOCK_N)
+        k = load_rows(K + far * k_t, lane * k_t, k_d, inside, D, BLOCK_D, MASKED, WIDE, q.dtype)
+        v = load_rows(V + far * v_t, lane * v_t, v_d, inside, DV, BLOCK_DV, MASKED, WIDE, q.dtype)
+        bent = bend(tl.dot(q, tl.trans(k), input_precision="ieee"), inner, SOFTCAP, FACTOR)
         dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
         seen = inside[None, :]
         if MASKED:
             seen = _visible(position[:, None], (start + index)[None, :], left, right, HAS_LEFT, HAS_RIGHT)
             seen = seen & inside[None, :]
-        _, ds = _gradient(
-            scores, lse[:, None], dp, delta[:, None], seen, inner, scale_log2, MASKED, SOFTCAP, FACTOR
-        )
+        p = _probabilities(bent, lse[:, None], seen, scale_log2, MASKED)
+        ds = _score_gradient(p, dp, delta[:, None], bent, seen, MASKED, SOFTCAP)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def backward_q_kernel(
-    Q, K, V, DOut, Lse, Delta, DQ, CuQ, CuK, UsedQ, UsedK, KvStart, Keep,
+    Q, K, V, DOut, RowLse, Delta, DQ, CuQ, CuK, UsedQ, UsedK, KvStart, Keep,
     scale, inner, scale_log2, kv_heads, batch, total, seq_q, seq_k, tiles, steps, left, right,
     q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, dout_b, dout_t, dout_h, dout_d,
-    dq_b, dq_t, dq_h, lse_b, lse_h, keep_b, keep_t,
+    dq_b, dq_t, dq_h, stat_b, stat_h, keep_b, keep_t,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr, TOP_LEFT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, MODE: tl.constexpr, TOP_LEFT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FACTOR: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -313,15 +337,14 @@ def backward_q_kernel(
     sequence = sequence.to(tl.int64)
     batch_index = sequence if MODE == DENSE else 0 * sequence
     compute = tl.float32 if UPCAST else Q.dtype.element_ty
-    q = load_rows(Q + batch_index * q_b, token * q_t + heads * q_h, q_d, real, D, BLOCK_D, True, compute)
+    q = load_rows(Q + batch_index * q_b, token * q_t + heads * q_h, q_d, real, D, BLOCK_D, True, True, compute)
     dout = load_rows(
-        DOut + batch_index * dout_b, token * dout_t + heads * dout_h, dout_d, real, DV, BLOCK_DV, True, compute
+        DOut + batch_index * dout_b, token * dout_t + heads * dout_h, dout_d, real, DV, BLOCK_DV, True, True, compute
     )
-    line = batch_index * lse_b + heads * lse_h + token
-    lse = tl.load(Lse + line, mask=real, other=0.0)
-    lse = tl.where(lse > float("-inf"), lse, 0.0) * LOG2_E
-    delta = tl.load(Delta + line, mask=real, other=0.0)
     head64 = head.to(tl.int64)
+    line = batch_index * stat_b + head64 * stat_h + row * G + rows
+    lse = tl.load(RowLse + line, mask=real, other=0.0)
+    delta = tl.load(Delta + line, mask=real, other=0.0)
     K += batch_index * k_b + head64 * k_h + key_row.to(tl.int64) * k_t
     V += batch_index * v_b + head64 * v_h + key_row.to(tl.int64) * v_t
     if Keep is not None:
@@ -329,23 +352,17 @@ def backward_q_kernel(
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     position = origin + query
-    if HAS_LEFT:
-        dq = _walk_keys(
-            dq, q, dout, lse, delta, K, V, Keep, position, begin, full_begin, start, num_k, left, right, inner,
-            scale_log2, k_t, k_d, v_t, v_d, keep_t,
-            True, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
-        )  # fmt: skip
+    dq = _walk_keys(
+        dq, q, dout, lse, delta, K, V, Keep, position, begin, end, full_begin, full_end, start, num_k, left, right,
+        inner, scale_log2, k_t, k_d, v_t, v_d, keep_t,
+        True, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, WIDE, STAGES,
+    )  # fmt: skip
     if Keep is None:
         dq = _walk_keys(
-            dq, q, dout, lse, delta, K, V, Keep, position, full_begin, full_end, start, num_k, left, right, inner,
-            scale_log2, k_t, k_d, v_t, v_d, keep_t,
-            False, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
+            dq, q, dout, lse, delta, K, V, Keep, position, full_begin, full_end, full_end, full_end, start, num_k, left,
+            right, inner, scale_log2, k_t, k_d, v_t, v_d, keep_t,
+            False, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, WIDE, STAGES,
         )  # fmt: skip
-    dq = _walk_keys(
-        dq, q, dout, lse, delta, K, V, Keep, position, full_end, end, start, num_k, left, right, inner, scale_log2,
-        k_t, k_d, v_t, v_d, keep_t,
-        True, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
-    )  # fmt: skip
     d = tl.arange(0, BLOCK_D)
     target = DQ + batch_index * dq_b + (token * dq_t + heads * dq_h)[:, None] + d[None, :]
     tl.store(target, (dq * scale).to(DQ.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
@@ -391,12 +408,14 @@ def attention_backward(
     if batch == 0 or q.numel() == 0 or k.numel() == 0:
         if sinks is None or dlse is None or batch == 0 or q.numel() == 0:
             return dq.zero_(), dk.zero_(), dv.zero_(), dsinks
-    lse = lse.contiguous()
-    delta = torch.empty_like(lse)
     rows = q.shape[1] if dense else q.shape[0]
+    lse = lse.contiguous()
+    row_lse, delta = torch.empty(2, lse.numel(), dtype=torch.float32, device=q.device)
     arguments = call_arguments(q, k, v, out, lse, layout, options) | {
-        "DOut": dout, "DLse": dlse, "Delta": delta, "DQ": dq, "DK": dk, "DV_": dv, "Sinks": sinks, "DSinks": dsinks,
+        "DOut": dout, "DLse": dlse, "RowLse": row_lse, "Delta": delta, "DQ": dq, "DK": dk, "DV_": dv, "Sinks": sinks, "DSinks": dsinks,
+        "stat_b": heads * rows if dense else 0, "stat_h": heads // kv_heads * rows,
         "scale": options.scale, "rows": rows, "total_k": k.shape[0], "ROWS": _ROWS,
+        "WIDE": max(x.stride(-3) * 256 + x.stride(-1) * 256 for x in (q, k, v, dout)) >= 1 << 31,
         **strides("dout", dout, dense), **strides("dq", dq, dense), **strides("dk", dk, dense),
         **strides("dv", dv, dense),
     }  # fmt: skip
@@ -410,7 +429,7 @@ def attention_backward(
         known = {name: given[name] for name in kernel.arg_names}
         kernel[grid](**known, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
 
-    launch(delta_kernel, (schedule.cdiv(rows, _ROWS), heads, batch if dense else 1), 4, 1)
+    launch(statistics_kernel, (schedule.cdiv(rows, _ROWS), heads, batch if dense else 1), 4, 1)
     if sinks is not None:
         launch(sinks_kernel, (heads,), 4, 1, ROWS=1024, batch=batch if dense else 1)
     if k.numel() == 0:

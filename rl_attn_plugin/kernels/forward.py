@@ -29,7 +29,6 @@ from rl_attn_plugin.kernels.tiles import (
     load_rows,
     load_rows_transposed,
     merge_states,
-    row_offsets,
     store_padding,
     visible_keys,
 )
@@ -38,45 +37,73 @@ from rl_attn_plugin.types import Layout, Options, PagedPlan
 
 @triton.jit
 def _walk(
-    m, l, acc, q, K, V, Table, Keep, position, begin, end, start, num_k, left, right, inner, scale_log2,
-    k_page, k_t, k_d, v_page, v_t, v_d, keep_t,
-    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    FACTOR: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    M, L, A, m, l, acc, row_max, q, K, V, Table, Keep, position, begin, end, boundary, split, start, num_k, left,
+    right, inner, scale_log2, k_page, k_t, k_d, v_page, v_t, v_d, keep_t,
+    MASKED: tl.constexpr, GRID: tl.constexpr, SAME: tl.constexpr, WIDE: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FACTOR: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the blocks of absolute keys ``[begin, end)``.
+    """Online softmax over the blocks of absolute keys ``[begin, end)``, merging states where a split begins.
 
-    The masked and the unmasked form do the same arithmetic, the masked one with a select in it: a wholly
-    visible block gives the same bits in both, a wholly masked one leaves the state untouched.
+    One loop crosses split boundaries, so that loads stay in flight over them. The masked and the unmasked
+    form do the same arithmetic, the masked one with a select in it: a wholly visible block gives the same
+    bits in both, a wholly masked one leaves the state untouched.
     """
+    lane = tl.arange(0, BLOCK_N)
     for n0 in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        absolute = n0 + tl.arange(0, BLOCK_N)
-        index = absolute - start
+        index = n0 - start + lane
         inside = index >= 0
         if MASKED:
             inside = inside & (index < num_k)
             if Keep is not None:
                 inside = inside & (tl.load(Keep + index * keep_t, mask=inside, other=0) != 0)
-        k_offset = row_offsets(index, Table, k_page, k_t, inside, PAGE, MASKED)
-        k = load_rows_transposed(K, k_offset, k_d, inside, D, BLOCK_D, MASKED, q.dtype)
+        if PAGE > 0:
+            # entries of the table past the last key stay unread, whatever they hold
+            if MASKED:
+                page = tl.load(Table + index // PAGE, mask=inside, other=0).to(tl.int64)
+            else:
+                page = tl.load(Table + index // PAGE).to(tl.int64)
+            slot = (index % PAGE).to(tl.int64) if WIDE else index % PAGE
+            k_offset = page * k_page + slot * k_t
+            v_offset = k_offset if SAME else page * v_page + slot * v_t
+            k_base = K
+            v_base = V
+        else:
+            far = tl.full((), 0, tl.int64) + (n0 - start)
+            near = lane.to(tl.int64) if WIDE else lane
+            k_offset = near * k_t
+            v_offset = k_offset if SAME else near * v_t
+            k_base = K + far * k_t
+            v_base = V + far * v_t
+        wide: tl.constexpr = WIDE or PAGE > 0
+        k = load_rows_transposed(k_base, k_offset, k_d, inside, D, BLOCK_D, MASKED, wide, q.dtype)
         scores = bend(tl.dot(q, k, input_precision="ieee"), inner, SOFTCAP, FACTOR)
         if MASKED:
+            absolute = n0 + lane
             seen = inside[None, :] & (position == position)[:, None]
             if HAS_LEFT:
                 seen = seen & (absolute[None, :] >= position[:, None] - left)
             if HAS_RIGHT:
                 seen = seen & (absolute[None, :] <= position[:, None] + right)
             scores = tl.where(seen, scores, float("-inf"))
+        if not GRID:
+            # here and not at the end of the body: the state is first needed after the product
+            if n0 == boundary:
+                row_max = tl.maximum(row_max, m)
+                M, L, A = merge_states(M, L, A, m, l, acc, 2)
+                m = tl.full(m.shape, EMPTY, tl.float32)
+                l = tl.zeros(l.shape, tl.float32)
+                acc = tl.zeros(acc.shape, tl.float32)
+                boundary += split
         top = tl.maximum(m, tl.max(scores, 1) * scale_log2)
         p = tl.exp2(tl.fma(scores, scale_log2, -top[:, None]))
         alpha = tl.exp2(m - top)
         l = tl.fma(l, alpha, tl.sum(p, 1))
         acc = acc * alpha[:, None]
-        v_offset = row_offsets(index, Table, v_page, v_t, inside, PAGE, MASKED)
-        v = load_rows(V, v_offset, v_d, inside, DV, BLOCK_DV, MASKED, q.dtype)
+        v = load_rows(v_base, v_offset, v_d, inside, DV, BLOCK_DV, MASKED, wide, q.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         m = top
-    return m, l, acc
+    return M, L, A, m, l, acc, row_max, boundary
 
 
 _LENGTHS = ["kv_heads", "batch", "total", "seq_q", "seq_k", "tiles", "steps", "left", "right", "split"]
@@ -91,7 +118,7 @@ def forward_kernel(
     table_b, keep_b, keep_t, k_scale_h, v_scale_h,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    MODE: tl.constexpr, GRID: tl.constexpr, HEAD_FAST: tl.constexpr, TOP_LEFT: tl.constexpr,
+    SAME: tl.constexpr, WIDE: tl.constexpr, MODE: tl.constexpr, GRID: tl.constexpr, HEAD_FAST: tl.constexpr, TOP_LEFT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FACTOR: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -144,25 +171,22 @@ def forward_kernel(
     )
     if tile * BLOCK_M >= num_q * G:  # rows past the real length: nothing to attend to
         high = low
-    split_first = low // split
-    split_end = tl.where(high > low, tl.cdiv(high, split), split_first)
     if GRID:
         # slots count from the first split that the sequence's first query sees
         seq_low, _, _, _ = visible_keys(
             origin, origin, start, start + num_k, left, right, HAS_LEFT, HAS_RIGHT
         )
         s = seq_low // split + z
-        if (s < split_first) | (s >= split_end):
+        if (high <= low) | (s < low // split) | (s * split >= high):
             return
-        split_first = s
-        split_end = s + 1
-    low = low // BLOCK_N * BLOCK_N
+        low = tl.maximum(low, s * split)
+        high = tl.minimum(high, (s + 1) * split)
+    begin = low // BLOCK_N * BLOCK_N
+    full_begin = begin
+    full_end = begin
     if Keep is None:
-        full_low = tl.cdiv(full_low, BLOCK_N) * BLOCK_N
-        full_high = full_high // BLOCK_N * BLOCK_N
-    else:
-        full_low = low
-        full_high = 0
+        full_begin = tl.minimum(tl.maximum(tl.cdiv(full_low, BLOCK_N) * BLOCK_N, begin), tl.maximum(high, begin))
+        full_end = tl.maximum(tl.minimum(full_high, high) // BLOCK_N * BLOCK_N, full_begin)
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     query = rows // G
@@ -174,7 +198,7 @@ def forward_kernel(
     batch_index = sequence if MODE == DENSE else 0 * sequence
 
     compute = tl.float32 if UPCAST else Q.dtype.element_ty
-    q = load_rows(Q + batch_index * q_b, token * q_t + heads * q_h, q_d, real, D, BLOCK_D, True, compute)
+    q = load_rows(Q + batch_index * q_b, token * q_t + heads * q_h, q_d, real, D, BLOCK_D, True, True, compute)
     head64 = head.to(tl.int64)
     if PAGE > 0:  # the batch stride of a cache is that of its pages
         K += head64 * k_h
@@ -200,38 +224,36 @@ def forward_kernel(
         L = tl.full([BLOCK_M], 1.0, tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
 
-    for s in tl.range(split_first, split_end, num_stages=1):
-        m = tl.full([BLOCK_M], EMPTY, tl.float32)
-        l = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        begin = tl.maximum(s * split, low)
-        end = tl.minimum((s + 1) * split, high)
-        full_begin = tl.minimum(tl.maximum(full_low, begin), end)
-        full_end = tl.maximum(tl.minimum(full_high, end), full_begin)
-        if Keep is not None or HAS_LEFT or KvStart is not None:
-            m, l, acc = _walk(
-                m, l, acc, q, K, V, Table, Keep, position, begin, full_begin, start, num_k, left, right, inner,
-                scale_log2, k_b, k_t, k_d, v_b, v_t, v_d, keep_t,
-                True, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, PAGE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
-            )  # fmt: skip
-        if Keep is None:
-            m, l, acc = _walk(
-                m, l, acc, q, K, V, Table, Keep, position, full_begin, full_end, start, num_k, left, right, inner,
-                scale_log2, k_b, k_t, k_d, v_b, v_t, v_d, keep_t,
-                False, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, PAGE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
-            )  # fmt: skip
-        m, l, acc = _walk(
-            m, l, acc, q, K, V, Table, Keep, position, full_end, end, start, num_k, left, right, inner,
-            scale_log2, k_b, k_t, k_d, v_b, v_t, v_d, keep_t,
-            True, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, PAGE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
+    m = tl.full([BLOCK_M], EMPTY, tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    boundary = (begin // split + 1) * split
+    if Keep is not None or HAS_LEFT or KvStart is not None:
+        M, L, A, m, l, acc, row_max, boundary = _walk(
+            M, L, A, m, l, acc, row_max, q, K, V, Table, Keep, position, begin, full_begin, boundary, split, start,
+            num_k, left, right, inner, scale_log2, k_b, k_t, k_d, v_b, v_t, v_d, keep_t,
+            True, GRID, SAME, WIDE, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, PAGE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+            STAGES,
         )  # fmt: skip
-        if GRID:
-            M = m
-            L = l
-            A = acc
-        else:
-            row_max = tl.maximum(row_max, m)
-            M, L, A = merge_states(M, L, A, m, l, acc, 2)
+    if Keep is None:
+        M, L, A, m, l, acc, row_max, boundary = _walk(
+            M, L, A, m, l, acc, row_max, q, K, V, Table, Keep, position, full_begin, full_end, boundary, split, start,
+            num_k, left, right, inner, scale_log2, k_b, k_t, k_d, v_b, v_t, v_d, keep_t,
+            False, GRID, SAME, WIDE, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, PAGE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+            STAGES,
+        )  # fmt: skip
+    M, L, A, m, l, acc, row_max, boundary = _walk(
+        M, L, A, m, l, acc, row_max, q, K, V, Table, Keep, position, full_end, high, boundary, split, start,
+        num_k, left, right, inner, scale_log2, k_b, k_t, k_d, v_b, v_t, v_d, keep_t,
+        True, GRID, SAME, WIDE, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, PAGE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
+    )  # fmt: skip
+    if GRID:
+        M = m
+        L = l
+        A = acc
+    else:
+        row_max = tl.maximum(row_max, m)
+        M, L, A = merge_states(M, L, A, m, l, acc, 2)
 
     d = tl.arange(0, BLOCK_DV)
     if GRID:
@@ -388,7 +410,9 @@ def call_arguments(
         "G": q.shape[-2] // v.shape[-2], "D": q.shape[-1], "DV": v.shape[-1],
         "BLOCK_D": schedule.padded(q.shape[-1]), "BLOCK_DV": schedule.padded(v.shape[-1]),
         "TOP_LEFT": options.top_left, "HAS_LEFT": options.window_left >= 0, "HAS_RIGHT": options.window_right >= 0,
-        "SOFTCAP": options.softcap != 0.0, "FACTOR": factor,
+        "SOFTCAP": options.softcap != 0.0, "FACTOR": factor, "SAME": k.stride() == v.stride(),
+        # whether a tile's own offsets may pass 2^31
+        "WIDE": max(x.stride(-3) * 256 + x.stride(-1) * 256 for x in (q, k, v)) >= 1 << 31,
     }  # fmt: skip
 
 

@@ -126,26 +126,28 @@ def visible_keys(first, last, start, end, left, right, HAS_LEFT: tl.constexpr, H
 
 
 @triton.jit
-def row_offsets(index, Table, page_stride, stride, inside, PAGE: tl.constexpr, MASKED: tl.constexpr):
-    """int64 memory offsets of keys, contiguous or through a page table (entries out of range stay unread)."""
-    if PAGE > 0:
-        if MASKED:
-            page = tl.load(Table + index // PAGE, mask=inside, other=0)
-        else:
-            page = tl.load(Table + index // PAGE)
-        offset = page.to(tl.int64) * page_stride + (index % PAGE).to(tl.int64) * stride
+def spread(Base, offset, stride_d, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
+    """Pointers ``[rows, BLOCK_D]`` from a row offset each.
+
+    int32 offsets are summed before they meet the base, so that a loop-invariant tile costs one wide
+    multiply-add a vector; int64 ones join the pointer of their channel, for the same reason.
+    """
+    d = tl.arange(0, BLOCK_D) * stride_d
+    if WIDE:
+        pointers = (Base + d)[None, :] + offset[:, None]
     else:
-        offset = index.to(tl.int64) * stride
-    return offset
+        pointers = Base + (offset[:, None] + d[None, :])
+    return pointers
 
 
 @triton.jit
 def load_rows(
-    Base, offset, stride_d, inside, DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, dtype: tl.constexpr
-):
+    Base, offset, stride_d, inside, DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+    WIDE: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
     """A ``[rows, BLOCK_D]`` tile; rows outside and padded channels are selected to 0, never multiplied."""
     d = tl.arange(0, BLOCK_D)
-    pointers = Base + offset[:, None] + (d * stride_d)[None, :]
+    pointers = spread(Base, offset, stride_d, BLOCK_D, WIDE)
     if MASKED and DIM != BLOCK_D:
         x = tl.load(pointers, mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
     elif MASKED:
@@ -159,8 +161,9 @@ def load_rows(
 
 @triton.jit
 def load_rows_transposed(
-    Base, offset, stride_d, inside, DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, dtype: tl.constexpr
-):
+    Base, offset, stride_d, inside, DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+    WIDE: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
     """The same rows as ``[BLOCK_D, rows]``.
 
     A transposed view on a GPU, where both operands of a product then share one load layout. The interpreter
@@ -173,7 +176,7 @@ def load_rows_transposed(
             keep = keep & inside[None, :]
         x = tl.load(Base + offset[None, :] + (d * stride_d)[:, None], mask=keep, other=0.0).to(dtype)
     else:
-        x = tl.trans(load_rows(Base, offset, stride_d, inside, DIM, BLOCK_D, MASKED, dtype))
+        x = tl.trans(load_rows(Base, offset, stride_d, inside, DIM, BLOCK_D, MASKED, WIDE, dtype))
     return x
 
 

@@ -22,7 +22,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-_FP32_POINTERS = {"Lse", "RowMax", "StateAcc", "StateM", "StateL", "Delta", "DLse", "Cos", "Sin", "KScale", "VScale",
+_FP32_POINTERS = {"Lse", "RowMax", "StateAcc", "StateM", "StateL", "Delta", "DLse", "RowLse", "DSinks", "Cos", "Sin", "KScale", "VScale",
                   "Sinks", "Lses", "Partial"}  # fmt: skip
 _INT_POINTERS = {"CuQ", "CuK", "UsedQ", "UsedK", "KvStart", "Table", "Work", "Positions", "Slots"}
 _FLOATS = {"inner", "scale_log2", "scale"}
@@ -85,7 +85,7 @@ def forward_constants(**given: Any) -> dict[str, Any]:
         "q_d": 1, "k_d": 1, "v_d": 1, "out_d": 1,
         "G": 4, "D": 128, "DV": 128, "BLOCK_D": 128, "BLOCK_DV": 128, "BLOCK_M": 128, "BLOCK_N": 64,
         "PAGE": 0, "MODE": 0, "GRID": False, "HEAD_FAST": False, "TOP_LEFT": False, "HAS_LEFT": False,
-        "HAS_RIGHT": True, "SOFTCAP": False, "FACTOR": 1, "STAGES": 3,
+        "HAS_RIGHT": True, "SOFTCAP": False, "FACTOR": 1, "SAME": True, "WIDE": False, "STAGES": 3,
     }  # fmt: skip
     for name in ("CuQ", "CuK", "UsedQ", "UsedK", "KvStart", "Table", "Keep", "Work", "Sinks", "RowMax", "KScale", "VScale",
                  "StateAcc", "StateM", "StateL"):  # fmt: skip
@@ -96,7 +96,7 @@ def forward_constants(**given: Any) -> dict[str, Any]:
 
 def cases() -> dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]]:
     """name -> kernel, constants, dtype, options."""
-    from rl_attn_plugin.kernels.backward import backward_kv_kernel, backward_q_kernel, delta_kernel, sinks_kernel
+    from rl_attn_plugin.kernels.backward import backward_kv_kernel, backward_q_kernel, statistics_kernel, sinks_kernel
     from rl_attn_plugin.kernels.combine import combine_kernel
     from rl_attn_plugin.kernels.forward import forward_kernel
 
@@ -136,8 +136,8 @@ def cases() -> dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]]:
             | {"UNROLL": 8},
             "bf16", options(1, 1),
         ),
-        "delta": (delta_kernel, {"out_d": 1, "dout_d": 1, "DV": 128, "BLOCK_DV": 128, "ROWS": 64}, "bf16", options(4, 1)),
-        "sinks": (sinks_kernel, {"ROWS": 1024}, "bf16", options(4, 1)),
+        "statistics": (statistics_kernel, {"out_d": 1, "dout_d": 1, "G": 4, "DV": 128, "BLOCK_DV": 128, "ROWS": 64}, "bf16", options(4, 1)),
+        "sinks": (sinks_kernel, {"G": 4, "ROWS": 1024}, "bf16", options(4, 1)),
         "backward-kv": backward(backward_kv_kernel, 64, 128, options(8, 2)),
         "backward-q": backward(backward_q_kernel, 128, 64, options(8, 2)),
         "backward-kv-all": backward(backward_kv_kernel, 64, 128, options(8, 2), **packed, **everything),
