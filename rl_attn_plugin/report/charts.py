@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl_attn_plugin.drift import STEPS, DriftReport
+from rl_attn_plugin.drift.curves import PROBABILITY_EDGES
 from rl_attn_plugin.drift.stats import valid_rows
 from rl_attn_plugin.report.words import STEP_LABELS, visible
 
@@ -25,6 +26,7 @@ def chart_data(report: DriftReport, table: pa.Table) -> dict[str, Any]:
     """
     return {
         "armUnderTest": report.arm_under_test,
+        "probabilityEdges": PROBABILITY_EDGES,
         "steps": [STEP_LABELS[step] for step in STEPS],
         "arms": [
             {

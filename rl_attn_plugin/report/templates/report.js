@@ -100,8 +100,11 @@
     histograms();
     curves("position", "index in the completion", "position", (b) => (b[0] + b[1]) / 2,
       (b) => (b[0] === b[1] ? `token ${b[0]}` : `tokens ${b[0]} to ${b[1]}`), { rangemode: "tozero", zeroline: false });
-    const range = (b) => `${b[0]}–${b[1]}`;
-    curves("probability", "rollout probability of the token", "probability", range, (b) => `probability ${range(b)}`, { type: "category" });
+    const edges = data.probabilityEdges; // bins of unlike width are drawn equally wide
+    curves("probability", "rollout probability of the token", "probability", (b) => edges.indexOf(b[0]) + 0.5,
+      (b) => `probability ${b[0]} to ${b[1]}`, {
+        range: [0, edges.length - 1], tickvals: edges.map((_, k) => k), ticktext: edges.map((p) => String(p).replace("0.", ".")), tickangle: 0, zeroline: false,
+      });
     scatters();
     document.documentElement.dataset.drawn = "yes";
   }
