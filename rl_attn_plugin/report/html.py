@@ -44,9 +44,16 @@ def write_html(report: DriftReport, table: pa.Table, manifest: Mapping[str, Any]
 
 
 def render_html(report: DriftReport, table: pa.Table, manifest: Mapping[str, Any]) -> str:
-    """The page as text."""
-    import jinja2
-    from plotly.offline import get_plotlyjs
+    """The page as text.
+
+    Raises:
+        ImportError: jinja2 or plotly is missing.
+    """
+    try:
+        import jinja2
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError as error:
+        raise ImportError(f"the HTML report needs {error.name}: pip install 'rl-attn-plugin[ray]'") from error
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
@@ -132,7 +139,7 @@ def _timing(manifest: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
         arm, _, phase = str(key).partition("/")
         if phase and isinstance(rate, int | float):
             phases.setdefault(phase, {})[arm] = rate
-    return list(phases.items())
+    return [(phase, dict(sorted(arms.items()))) for phase, arms in phases.items()]
 
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 _STYLES = {"PASS": "green", "DRIFT": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
 _WORST = 6
-_CONTEXT = 22  # characters shown before a worst token; half as many after
+_WIDE = 96  # columns below which the table of statistics leaves some out
+_BESIDE_CONTEXT = 56  # columns of the table of worst tokens that are not context
 
 
 def print_report(report: DriftReport, console: Console, *, manifest: Mapping[str, Any] | None = None) -> None:
@@ -65,7 +66,7 @@ def print_report(report: DriftReport, console: Console, *, manifest: Mapping[str
     console.print(Text(f"{SIGN}.", style="dim"))
     if not report.arms:
         return
-    console.print(_paths(report))
+    console.print(_paths(report, console.width))
     console.print(_steps(report))
     for arm in report.arms:
         console.print(Text.assemble((arm, "bold"), ": ", owner(report, arm)))
@@ -73,7 +74,7 @@ def print_report(report: DriftReport, console: Console, *, manifest: Mapping[str
     if owned:
         console.print(Text(owned))
     if report.worst and report.worst[0].dlogp != 0:
-        console.print(_worst(report))
+        console.print(_worst(report, console.width))
 
 
 def _model(manifest: Mapping[str, Any] | None) -> str:
@@ -88,21 +89,32 @@ def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
 
 
-def _paths(report: DriftReport) -> Table:
+def _paths(report: DriftReport, width: int) -> Table:
     table = _table("\nTrainer (full prefill) against rollout, dlogp")
-    table.add_column("arm")
-    table.add_column("rollout path")
-    for name in ("mean", "mean |·|", "p95 |·|", "p99 |·|", "max |·|", "KL k3", "bit-equal"):
+    table.add_column("arm", no_wrap=True)
+    table.add_column("rollout path", no_wrap=True)
+    wide = width >= _WIDE
+    names = (
+        "mean",
+        "mean |·|",
+        *(["p95 |·|"] if wide else []),
+        "p99 |·|",
+        "max |·|",
+        *(["KL k3"] if wide else []),
+    )
+    for name in (*names, "bit-equal"):
         table.add_column(name, justify="right", no_wrap=True)
     for arm, found in report.arms.items():
         for path, drift in found.paths.items():
             d = drift.dlogp
+            cells = [number(d.mean, signed=True), number(d.mean_abs)]
+            cells += [number(d.p95_abs)] if wide else []
+            cells += [number(d.p99_abs), number(d.max_abs)]
+            cells += [number(drift.policy.kl_k3)] if wide else []
             table.add_row(
                 arm if path == next(iter(found.paths)) else "",
                 PATH_LABELS.get(path, path),
-                number(d.mean, signed=True),
-                *(number(value) for value in (d.mean_abs, d.p95_abs, d.p99_abs, d.max_abs)),
-                number(drift.policy.kl_k3),
+                *cells,
                 f"{d.bit_equal}/{d.active_count}",
                 style="" if arm == report.arm_under_test else "dim",
                 end_section=path == list(found.paths)[-1],
@@ -133,24 +145,28 @@ def _steps(report: DriftReport) -> Table:
     return table
 
 
-def _worst(report: DriftReport) -> Table:
+def _worst(report: DriftReport, width: int) -> Table:
     table = _table(f"\nWorst tokens, arm {report.arm_under_test}")
     for name in ("dlogp", "p trainer", "p rollout", "sample", "position"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("in context", no_wrap=True, overflow="ellipsis")
+    context = min(max(width - _BESIDE_CONTEXT, 12), 48)
     for token in report.worst[:_WORST]:
         table.add_row(
             number(token.dlogp, signed=True),
             *(number(math.exp(logp)) for logp in (token.logp_trainer, token.logp_rollout)),
             str(token.sample),
             str(token.position),
-            _in_context(token),
+            _in_context(token, context),
         )
     return table
 
 
-def _in_context(token: WorstToken) -> Text:
+def _in_context(token: WorstToken, width: int) -> Text:
+    """The token and what surrounds it, two thirds of the room before it."""
     from rich.text import Text
 
-    before, after = visible(token.before)[-_CONTEXT:], visible(token.after)[: _CONTEXT // 2]
-    return Text.assemble((before, "dim"), (visible(token.text) or "∅", "bold reverse"), (after, "dim"))
+    text = (visible(token.text) or "∅")[: width // 2]
+    room = width - len(text)
+    before, after = visible(token.before)[-(room * 2 // 3) :], visible(token.after)[: room // 3]
+    return Text.assemble((before, "dim"), (text, "bold reverse"), (after, "dim"))

@@ -57,16 +57,17 @@ class Sampling:
 
 
 def number(value: float | None, signed: bool = False) -> str:
-    """Three significant digits; ``1.2e-7`` where plain digits would be mostly zeros."""
+    """Counts in full, other numbers to three significant digits; ``1.2e-7`` where plain digits would be
+    mostly zeros."""
     if value is None:
         return _NO_NUMBER
     if value == 0:
         return "0"
     size = abs(value)
-    if size >= 1000 and float(value).is_integer():
-        text = f"{int(size):,}"
+    if isinstance(value, int):
+        text = f"{size:,}"
     elif 1e-3 <= size < 1e5:
-        text = f"{size:.3g}" if size < 1000 else f"{size:.0f}"
+        text = f"{size:#.3g}".rstrip(".") if size < 999.5 else f"{size:.0f}"
     else:
         mantissa, exponent = f"{size:.1e}".split("e")
         text = f"{mantissa}e{int(exponent)}"
@@ -80,10 +81,11 @@ def percent(value: float | None) -> str:
         return _NO_NUMBER
     size, sign = abs(100 * value), "−" if value < 0 else ""
     if 0 < size < 0.05:
-        return f"{sign}<0.1 %"
+        return f"{sign}<0.1\N{NO-BREAK SPACE}%"
     if 99.95 <= size < 100:
-        return f"{sign}>99.9 %"
-    return f"{sign}{size:.1f} %" if 0 < size < 1 or 99 < size < 100 else f"{sign}{size:.0f} %"
+        return f"{sign}>99.9\N{NO-BREAK SPACE}%"
+    digits = 1 if 0 < size < 1 or 99 < size < 100 else 0
+    return f"{sign}{size:.{digits}f}\N{NO-BREAK SPACE}%"
 
 
 def share(value: float | None) -> str:
@@ -167,7 +169,7 @@ def attention_share(report: DriftReport) -> str | None:
         return None
     if found.share is None:
         return "The native arm does not drift, so there is nothing that attention could own."
-    within = f" (95 % interval {interval(found)})" if interval(found) else ""
+    within = f" (95\N{NO-BREAK SPACE}% interval {interval(found)})" if interval(found) else ""
     if (
         found.share_low is not None
         and found.share_high is not None

@@ -163,7 +163,10 @@ def test_verdict_reasons_and_numbers_stand_on_top(opened: Open) -> None:
     first_chart = it.page.locator("#steps").bounding_box()
     bottom = header.bounding_box()
     assert bottom and first_chart and bottom["y"] + bottom["height"] < first_chart["y"]
-    assert "98 % of the drift arises in chunked − replay" in it.page.locator("main").inner_text()
+    assert (
+        "98\N{NO-BREAK SPACE}% of the drift arises in chunked − replay"
+        in it.page.locator("main").inner_text()
+    )
 
 
 def test_worst_tokens_are_marked_inside_their_text(opened: Open) -> None:

@@ -7,7 +7,7 @@
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   // plotly reads a few tags in texts: model text must not be one of them
   const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  const short = (value) => (value === 0 ? "0" : Math.abs(value) < 1e-3 ? value.toExponential(1) : String(+value.toPrecision(3)));
+  const short = (value) => (value === 0 ? "0" : Math.abs(value) < 1e-3 ? value.toExponential(1) : value.toPrecision(3));
   const tested = (arm) => arm.name === data.armUnderTest;
   const others = data.arms.filter((arm) => !tested(arm)).map((arm) => arm.name);
   const colour = (arm) => css(tested(arm) ? "--tested" : others.indexOf(arm.name) ? "--third" : "--other");
