@@ -70,10 +70,21 @@ def contrast(native: Floats, plugin: Floats, sample: NDArray[np.int64]) -> Contr
     sums = np.stack([np.bincount(which, np.abs(d)) for d in (native, plugin)])
     low = high = None
     if sums.shape[1] > 1:
-        draw = np.random.default_rng(0).integers(0, sums.shape[1], (_RESAMPLES, sums.shape[1]))
         # of one resample the token counts are the same for both arms: the ratio of sums is that of means
-        bottom, top = sums[:, draw].sum(-1)
+        bottom, top = _resampled_sums(sums)
         usable = bottom > 0
         if usable.any():
             low, high = np.quantile(1 - top[usable] / bottom[usable], (0.025, 0.975)).tolist()
     return Contrast(without, with_, 1 - with_ / without, low, high)
+
+
+def _resampled_sums(sums: Floats) -> Floats:
+    """Sums ``[2, C]`` per completion, added up over C completions drawn with replacement: ``[2, R]``."""
+    completions = sums.shape[1]
+    generator = np.random.default_rng(0)
+    block = max(1, 1_000_000 // completions)  # resamples at once: memory stays small in runs of any size
+    found = []
+    for start in range(0, _RESAMPLES, block):
+        draw = generator.integers(0, completions, (min(block, _RESAMPLES - start), completions))
+        found.append(sums[:, draw].sum(-1))
+    return np.concatenate(found, axis=1)
