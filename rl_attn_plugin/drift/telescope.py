@@ -67,7 +67,7 @@ def contrast(native: Floats, plugin: Floats, sample: NDArray[np.int64]) -> Contr
     if without == 0:
         return Contrast(without, with_, None, None, None)
     _, which = np.unique(sample, return_inverse=True)
-    sums = np.stack([np.bincount(which, np.abs(d)) for d in (native, plugin)])
+    sums = np.stack([np.bincount(which, np.abs(d)).astype(np.float64) for d in (native, plugin)])
     low = high = None
     if sums.shape[1] > 1:
         # of one resample the token counts are the same for both arms: the ratio of sums is that of means
