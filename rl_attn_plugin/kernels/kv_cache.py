@@ -11,6 +11,15 @@ from rl_attn_plugin.kernels.tiles import UPCAST
 
 
 @triton.jit
+def _round_to_e4m3(x):
+    """Round to a value that e4m3 holds. Only for the interpreter, whose cast loses a carry into the exponent."""
+    size = tl.maximum(tl.abs(x), 0.015625)  # below the least normal number the grid is even
+    power = (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    magic = power * 1572864.0  # 1.5 * 2^23 units in the last of three fraction bits
+    return (x + magic) - magic
+
+
+@triton.jit
 def _store(
     X, Cache, Scale, token, page, place, head, x_t, x_h, x_d, cache_p, cache_t, cache_h, cache_d, scale_h,
     DIM: tl.constexpr, BLOCK: tl.constexpr, E4M3: tl.constexpr,
@@ -23,6 +32,8 @@ def _store(
         x = tl.div_rn(x, tl.load(Scale + head * scale_h).to(tl.float32))
     if E4M3:  # saturate: what is out of range becomes NaN otherwise
         x = tl.where(x == x, tl.minimum(tl.maximum(x, -448.0), 448.0), x)
+        if UPCAST:
+            x = _round_to_e4m3(x)
     target = Cache + page * cache_p + place * cache_t + head * cache_h + d * cache_d
     tl.store(target, x.to(Cache.dtype.element_ty), mask=d < DIM)
 

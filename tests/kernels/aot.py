@@ -100,6 +100,10 @@ def cases() -> dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]]:
     from rl_attn_plugin.kernels.combine import combine_kernel
     from rl_attn_plugin.kernels.forward import forward_kernel
 
+    from rl_attn_plugin.kernels.kv_cache import write_kernel
+    from rl_attn_plugin.kernels.merge import merge_kernel
+    from rl_attn_plugin.kernels.rope import rope_kernel
+
     def options(warps: int, stages: int) -> dict[str, Any]:
         return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
 
@@ -108,6 +112,8 @@ def cases() -> dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]]:
     paged = {"CuQ": 1, "UsedK": 1, "Table": 1, "PAGE": 16, "MODE": 1, "BLOCK_M": 64}
     wide = {"D": 192, "BLOCK_D": 256, "BLOCK_N": 32}
     everything = {"KvStart": 1, "HAS_LEFT": True, "Sinks": 1, "SOFTCAP": True, "RowMax": 1, "UsedQ": 1, "UsedK": 1}
+    writing = {"k_d": 1, "v_d": 1, "kc_d": 1, "vc_d": 1, "D": 128, "DV": 96, "BLOCK_D": 128, "BLOCK_DV": 128, "PAGE": 16}
+    turning = {"x_d": 1, "cos_d": 1, "sin_d": 1, "HALF": 64, "D": 128, "BLOCK_HALF": 64, "BLOCK_D": 128, "INVERSE": False}
     table = {
         "forward-dense": (forward_kernel, forward_constants(), "bf16", options(8, 3)),
         "forward-dense-64": (forward_kernel, forward_constants(BLOCK_M=64), "bf16", options(4, 3)),
@@ -116,7 +122,7 @@ def cases() -> dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]]:
         "forward-packed-all": (forward_kernel, forward_constants(**packed, **everything), "fp16", options(8, 3)),
         "forward-packed-192": (forward_kernel, forward_constants(**packed, **wide), "bf16", options(8, 3)),
         "forward-packed-96": (forward_kernel, forward_constants(**packed, D=96, DV=80), "bf16", options(8, 3)),
-        "forward-fp32": (forward_kernel, forward_constants(**packed, BLOCK_M=32, STAGES=1), "fp32", options(4, 1)),
+        "forward-fp32": (forward_kernel, forward_constants(**packed, BLOCK_M=16, STAGES=1), "fp32", options(4, 1)),
         "forward-256": (
             forward_kernel,
             forward_constants(**packed, D=256, DV=256, BLOCK_D=256, BLOCK_DV=256, BLOCK_N=32, STAGES=2),
@@ -136,6 +142,10 @@ def cases() -> dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]]:
             | {"UNROLL": 8},
             "bf16", options(1, 1),
         ),
+        "merge": (merge_kernel, {"outs_d": 1, "lses_t": 1, "DV": 128, "BLOCK_DV": 128, "ROWS": 16}, "bf16", options(4, 1)),
+        "write": (write_kernel, writing | {"KScale": None, "VScale": None, "E4M3": False}, "bf16", options(1, 1)),
+        "rope": (rope_kernel, turning | {"INTERLEAVED": False}, "bf16", options(1, 1)),
+        "rope-interleaved": (rope_kernel, turning | {"INTERLEAVED": True, "HALF": 40}, "fp32", options(1, 1)),
         "statistics": (statistics_kernel, {"out_d": 1, "dout_d": 1, "G": 4, "DV": 128, "BLOCK_DV": 128, "ROWS": 64}, "bf16", options(4, 1)),
         "sinks": (sinks_kernel, {"G": 4, "ROWS": 1024}, "bf16", options(4, 1)),
         "backward-kv": backward(backward_kv_kernel, 64, 128, options(8, 2)),
