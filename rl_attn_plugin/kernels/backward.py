@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_attn_plugin.kernels import schedule
 from rl_attn_plugin.kernels.forward import call_arguments, strides
+from rl_attn_plugin.kernels.launch import launch
 from rl_attn_plugin.kernels.tiles import (
     DENSE,
     LOG2_E,
@@ -424,14 +425,11 @@ def attention_backward(
     else:
         arguments |= {"dlse_b": 0, "dlse_h": 0, "dlse_t": 0}
 
-    def launch(kernel: triton.JITFunction, grid: tuple[int, ...], warps: int, stages: int, **more: int) -> None:
-        given = arguments | more
-        known = {name: given[name] for name in kernel.arg_names}
-        kernel[grid](**known, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
-
-    launch(statistics_kernel, (schedule.cdiv(rows, _ROWS), heads, batch if dense else 1), 4, 1)
+    grid = (schedule.cdiv(rows, _ROWS), heads, batch if dense else 1)
+    launch(statistics_kernel, grid, arguments, warps=4, stages=1)
     if sinks is not None:
-        launch(sinks_kernel, (heads,), 4, 1, ROWS=1024, batch=batch if dense else 1)
+        more = {"ROWS": 1024, "batch": batch if dense else 1}
+        launch(sinks_kernel, (heads,), arguments | more, warps=4, stages=1)
     if k.numel() == 0:
         return dq.zero_(), dk, dv, dsinks
 
@@ -441,15 +439,15 @@ def attention_backward(
         on_keys = kernel is backward_kv_kernel
         size, length = (shape.keys, k.shape[1]) if on_keys else (shape.rows, q.shape[1] * heads // kv_heads)
         if dense:
-            tiles = schedule.cdiv(length, size)
-            programs, mode = tiles * batch, 0
+            tiles, mode = schedule.cdiv(length, size), 0
+            programs = tiles * batch
         else:
             tiles, mode = 1, 2
             units = k.shape[0] if on_keys else q.shape[0] * heads // kv_heads
             programs = units // size + batch + 2
-        launch(
-            kernel, (programs * kv_heads,), shape.warps, shape.stages,
-            BLOCK_M=shape.rows, BLOCK_N=shape.keys, STAGES=shape.stages, MODE=mode, tiles=tiles,
-        )  # fmt: skip
+        more = {
+            "BLOCK_M": shape.rows, "BLOCK_N": shape.keys, "STAGES": shape.stages, "MODE": mode, "tiles": tiles,
+        }  # fmt: skip
+        launch(kernel, (programs * kv_heads,), arguments | more, warps=shape.warps, stages=shape.stages)
     return dq, dk, dv, dsinks
 

@@ -7,6 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from rl_attn_plugin.kernels.launch import launch
 from rl_attn_plugin.kernels.tiles import (
     DENSE,
     DIRECT,
@@ -130,6 +131,5 @@ def combine_splits(arguments: dict[str, Any], mode: int, tiles: int, programs: i
         tiles: rows of an entry, where the mapping has a fixed number.
         programs: rows to launch, over all kv heads.
     """
-    picked = {name: arguments[name] for name in combine_kernel.arg_names if name in arguments}
-    picked.update({"MODE": mode, "tiles": tiles, "UNROLL": _UNROLL})
-    combine_kernel[(programs,)](**picked, num_warps=1, num_stages=1, enable_fp_fusion=False)
+    more = {"MODE": mode, "tiles": tiles, "UNROLL": _UNROLL}
+    launch(combine_kernel, (programs,), arguments | more, warps=1, stages=1)

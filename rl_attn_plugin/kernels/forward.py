@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_attn_plugin.kernels import schedule
 from rl_attn_plugin.kernels.combine import combine_splits
+from rl_attn_plugin.kernels.launch import launch
 from rl_attn_plugin.kernels.tiles import (
     DENSE,
     DIRECT,
@@ -77,6 +78,7 @@ def _walk(
             v_base = V + far * v_t
         wide: tl.constexpr = WIDE or PAGE > 0
         k = load_rows_transposed(k_base, k_offset, k_d, inside, D, BLOCK_D, MASKED, wide, q.dtype)
+        v = load_rows(v_base, v_offset, v_d, inside, DV, BLOCK_DV, MASKED, wide, q.dtype)
         scores = bend(tl.dot(q, k, input_precision="ieee"), inner, SOFTCAP, FACTOR)
         if MASKED:
             absolute = n0 + lane
@@ -86,21 +88,22 @@ def _walk(
             if HAS_RIGHT:
                 seen = seen & (absolute[None, :] <= position[:, None] + right)
             scores = tl.where(seen, scores, float("-inf"))
+        peak = tl.max(scores, 1) * scale_log2
         if not GRID:
-            # here and not at the end of the body: the state is first needed after the product
             if n0 == boundary:
                 row_max = tl.maximum(row_max, m)
                 M, L, A = merge_states(M, L, A, m, l, acc, 2)
-                m = tl.full(m.shape, EMPTY, tl.float32)
+                # EMPTY, written so that the branch needs this block's product: else the compiler moves it
+                # before the product, which then waits for the accumulator of the block before
+                m = tl.minimum(tl.maximum(peak, EMPTY), EMPTY)
                 l = tl.zeros(l.shape, tl.float32)
                 acc = tl.zeros(acc.shape, tl.float32)
                 boundary += split
-        top = tl.maximum(m, tl.max(scores, 1) * scale_log2)
+        top = tl.maximum(m, peak)
         p = tl.exp2(tl.fma(scores, scale_log2, -top[:, None]))
         alpha = tl.exp2(m - top)
         l = tl.fma(l, alpha, tl.sum(p, 1))
         acc = acc * alpha[:, None]
-        v = load_rows(v_base, v_offset, v_d, inside, DV, BLOCK_DV, MASKED, wide, q.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         m = top
     return M, L, A, m, l, acc, row_max, boundary
@@ -331,7 +334,7 @@ def attention_forward(
         lse.fill_(-math.inf)
         return out, lse, lse.new_full((heads,), -math.inf) if options.return_max_logits else nothing
 
-    launch = schedule.plan_launch(
+    shape = schedule.plan_launch(
         layout, batch=batch, total=total, group=group, kv_heads=kv_heads, dim=dim, v_dim=v_dim, dtype=q.dtype,
         window=(options.window_left, options.window_right), split=options.split_k, device=q.device, tuning=tuning,
     )  # fmt: skip
@@ -340,22 +343,22 @@ def attention_forward(
         "Sinks": sinks, "KScale": k_scale, "VScale": v_scale,
         "k_scale_h": _head_stride(k_scale), "v_scale_h": _head_stride(v_scale),
         "Table": layout.block_table, "table_b": 0 if layout.block_table is None else layout.block_table.stride(0),
-        "PAGE": k.shape[1] if paged else 0, "split": options.split_k, "tiles": launch.tiles,
-        "BLOCK_M": launch.tile.rows, "BLOCK_N": options.block_k, "MODE": launch.mode, "GRID": False,
-        "HEAD_FAST": False, "STAGES": launch.tile.stages, "num_warps": launch.tile.warps,
-        "num_stages": launch.tile.stages, "enable_fp_fusion": False,
+        "PAGE": k.shape[1] if paged else 0, "split": options.split_k, "tiles": shape.tiles,
+        "BLOCK_M": shape.tile.rows, "BLOCK_N": options.block_k, "MODE": shape.mode, "GRID": False,
+        "HEAD_FAST": False, "STAGES": shape.tile.stages,
     }  # fmt: skip
+    warps, stages = shape.tile.warps, shape.tile.stages
     if plan is not None and plan.work is not None:
         _run_planned(arguments, plan, q, kv_heads, v_dim)
-    elif launch.splits:
-        arguments.update(_states(launch.splits * total * heads, v_dim, q.device))
+    elif shape.splits:
+        arguments.update(_states(shape.splits * total * heads, v_dim, q.device))
         arguments.update({"GRID": True, "HEAD_FAST": True})
-        forward_kernel[(launch.programs * kv_heads, launch.splits)](**arguments)
+        launch(forward_kernel, (shape.programs * kv_heads, shape.splits), arguments, warps=warps, stages=stages)
         mode, tiles, programs = schedule.row_programs(layout, batch, total, group)
         combine_splits(arguments, mode, tiles, programs * kv_heads)
     else:
-        arguments["HEAD_FAST"] = launch.tiles == 1 and launch.mode == DIRECT.value
-        forward_kernel[(launch.programs * kv_heads,)](**arguments)
+        arguments["HEAD_FAST"] = shape.tiles == 1 and shape.mode == DIRECT.value
+        launch(forward_kernel, (shape.programs * kv_heads,), arguments, warps=warps, stages=stages)
     if row_max is None:
         return out, lse, nothing
     return out, lse, (row_max.amax((0, 2)) if dense else row_max.amax(1))
@@ -375,14 +378,14 @@ def _run_planned(
     arguments.update(
         {
             "MODE": PLANNED.value, "HEAD_FAST": True, "tiles": 1, "Work": plan.work[0], "BLOCK_M": tile.rows,
-            "STAGES": tile.stages, "num_warps": tile.warps, "num_stages": tile.stages,
+            "STAGES": tile.stages,
         }
     )  # fmt: skip
-    forward_kernel[(items * kv_heads,)](**arguments)
+    launch(forward_kernel, (items * kv_heads,), arguments, warps=tile.warps, stages=tile.stages)
     if plan.num_slots:
         arguments.update(_states(plan.num_slots, v_dim, q.device))
         arguments.update({"GRID": True, "Work": plan.work[1]})
-        forward_kernel[(items * kv_heads,)](**arguments)
+        launch(forward_kernel, (items * kv_heads,), arguments, warps=tile.warps, stages=tile.stages)
         arguments["Work"] = plan.work[2]
         combine_splits(arguments, PLANNED.value, 1, items * kv_heads)
 

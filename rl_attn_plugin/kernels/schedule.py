@@ -109,7 +109,7 @@ def backward_tiles(dtype: torch.dtype, dim: int, v_dim: int) -> tuple[BackwardTi
         return BackwardTile(16, 16, 4, 1), BackwardTile(16, 16, 4, 1)
     if max(dim, v_dim) > 128:
         return BackwardTile(32, 64, 8, 1), BackwardTile(64, 32, 8, 1)
-    return BackwardTile(64, 128, 8, 2), BackwardTile(128, 64, 8, 2)
+    return BackwardTile(64, 128, 8, 2), BackwardTile(128, 64, 8, 3)
 
 
 def split_bound(layout: Layout, left: int, right: int, split: int) -> int:
