@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -259,3 +261,15 @@ def test_accuracy_against_fp64(
         allowed = 2 * (rough_lse.double() - exact_lse)[finite].abs().max()
         allowed = allowed + torch.finfo(torch.float32).eps * exact_lse[finite].abs().max().clamp(min=1)
         assert error.max() <= allowed
+
+
+@pytest.mark.slow
+def test_the_first_call_of_a_process_has_the_bits_of_the_second() -> None:
+    """Two threads that initialise the maths library together once gave the first call other bits."""
+    code = (
+        "import torch\nfrom rl_attn_plugin import flash_attention\ntorch.manual_seed(0)\n"
+        "q, k, v = (torch.randn(1, 300, h, 64) for h in (8, 2, 2))\n"
+        "assert torch.equal(flash_attention(q, k, v).lse, flash_attention(q, k, v).lse)\n"
+    )
+    for _ in range(8):
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
