@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from rl_attn_plugin.bench.run import BenchConfig
 from rl_attn_plugin.launch.config import JobConfig
 
 EXIT_USAGE = 1
@@ -52,6 +53,19 @@ def doctor() -> int:
     return exit_status(findings)
 
 
+def bench(config: BenchConfig) -> int:
+    """Time the kernels against their importable peers: forward, packed, backward, decode, merge. Needs a CUDA GPU.
+
+    Every kernel of a case sees the same inputs in the same process, in turns; one that fails its parity check
+    gets no speed. Also tells in how many rows each library's decode differs from its own prefill.
+
+    Exit status: 0, or 1 without a GPU or when the plugin's own kernel failed a check.
+    """
+    from rl_attn_plugin.bench.run import run
+
+    return run(config)
+
+
 def _missing(command: str, error: ModuleNotFoundError) -> int:
     if error.name is None or error.name.startswith("rl_attn_plugin"):
         raise error
@@ -76,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     app = tyro.extras.SubcommandApp()
     app.command(parity)
     app.command(doctor)
+    app.command(bench)
     try:
         status: int = app.cli(prog="rl-attn", args=argv, config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as stop:  # argparse says 2 for wrong usage

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_attn_plugin.kernels import schedule
-from rl_attn_plugin.kernels.forward import call_arguments, strides
+from rl_attn_plugin.kernels.forward import call_arguments, is_wide, strides
 from rl_attn_plugin.kernels.launch import launch
 from rl_attn_plugin.kernels.tiles import (
     DENSE,
@@ -62,7 +62,9 @@ def statistics_kernel(
 
 
 @triton.jit(do_not_specialize=["batch", "rows"])
-def sinks_kernel(RowLse, Delta, Sinks, DSinks, batch, rows, stat_b, stat_h, G: tl.constexpr, ROWS: tl.constexpr):
+def sinks_kernel(
+    RowLse, Delta, Sinks, DSinks, batch, rows, stat_b, stat_h, G: tl.constexpr, ROWS: tl.constexpr
+):
     """``dsink = -sum(exp(sink - lse) * delta)`` of one head, in one order."""
     head = tl.program_id(0).to(tl.int64)
     sink = tl.load(Sinks + head).to(tl.float32) * LOG2_E
@@ -115,8 +117,8 @@ def _visible(position, absolute, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT:
 
 @triton.jit
 def _walk_queries(
-    dk, dv, k, v, Q, DOut, RowLse, Delta, absolute, valid, begin, end, gap_begin, gap_end, row, num_q, origin, head64, left, right, inner,
-    scale_log2, q_t, q_h, q_d, dout_t, dout_h, dout_d,
+    dk, dv, k, v, Q, DOut, RowLse, Delta, absolute, valid, begin, end, gap_begin, gap_end, num_q, origin, left, right,
+    inner, scale_log2, q_t, q_h, q_d, dout_t, dout_h, dout_d,
     MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     FACTOR: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
@@ -131,24 +133,20 @@ def _walk_queries(
         rows = r0 + tl.arange(0, BLOCK_M)
         inside = rows < num_q * G
         query = rows // G
-        if BLOCK_M % G == 0:  # a block starts at a query: its offsets are the same in every block
-            far = head64 * 0 + (row + r0 // G)
-            lane = tl.arange(0, BLOCK_M).to(tl.int64) if WIDE else tl.arange(0, BLOCK_M)
-            q_base = Q + far * q_t + head64 * G * q_h
-            q_offset = lane // G * q_t + lane % G * q_h
-            dout_base = DOut + far * dout_t + head64 * G * dout_h
-            dout_offset = lane // G * dout_t + lane % G * dout_h
-            wide: tl.constexpr = WIDE
+        # offsets count from the sequence's first row and the group's first head
+        if BLOCK_M % G == 0:  # a block starts at a query, which keeps divisions out of the loop
+            lane = tl.arange(0, BLOCK_M)
+            token = r0 // G + lane // G
+            member = lane % G
         else:
-            heads = head64 * G + rows % G
-            token = (row + query).to(tl.int64)
-            q_base = Q
-            q_offset = token * q_t + heads * q_h
-            dout_base = DOut
-            dout_offset = token * dout_t + heads * dout_h
-            wide: tl.constexpr = True
-        q = load_rows(q_base, q_offset, q_d, inside, D, BLOCK_D, MASKED, wide, k.dtype)
-        dout = load_rows(dout_base, dout_offset, dout_d, inside, DV, BLOCK_DV, MASKED, wide, k.dtype)
+            token = query
+            member = rows % G
+        if WIDE:
+            token = token.to(tl.int64)
+        q_offset = token * q_t + member * q_h
+        dout_offset = token * dout_t + member * dout_h
+        q = load_rows(Q, q_offset, q_d, inside, D, BLOCK_D, MASKED, WIDE, k.dtype)
+        dout = load_rows(DOut, dout_offset, dout_d, inside, DV, BLOCK_DV, MASKED, WIDE, k.dtype)
         if MASKED:
             lse = tl.load(RowLse + rows, mask=inside, other=0.0)
             delta = tl.load(Delta + rows, mask=inside, other=0.0)
@@ -208,10 +206,15 @@ def backward_kv_kernel(
     head64 = head.to(tl.int64)
     token = (key_row + index).to(tl.int64)
     compute = tl.float32 if UPCAST else Q.dtype.element_ty
-    k = load_rows(K + batch_index * k_b + head64 * k_h, token * k_t, k_d, valid, D, BLOCK_D, True, True, compute)
-    v = load_rows(V + batch_index * v_b + head64 * v_h, token * v_t, v_d, valid, DV, BLOCK_DV, True, True, compute)
-    Q += batch_index * q_b
-    DOut += batch_index * dout_b
+    k = load_rows(
+        K + batch_index * k_b + head64 * k_h, token * k_t, k_d, valid, D, BLOCK_D, True, True, compute
+    )
+    v = load_rows(
+        V + batch_index * v_b + head64 * v_h, token * v_t, v_d, valid, DV, BLOCK_DV, True, True, compute
+    )
+    row64 = row + 0 * head64
+    Q += batch_index * q_b + row64 * q_t + head64 * G * q_h
+    DOut += batch_index * dout_b + row64 * dout_t + head64 * G * dout_h
     stat = batch_index * stat_b + head64 * stat_h + row * G
     RowLse += stat
     Delta += stat
@@ -232,7 +235,9 @@ def backward_kv_kernel(
         full_high = tl.maximum(tl.minimum(full_high, first + left + 1), 0)
     begin = low * G // BLOCK_M * BLOCK_M
     end = high * G
-    full_begin = tl.minimum(tl.maximum(tl.cdiv(full_low * G, BLOCK_M) * BLOCK_M, begin), tl.maximum(end, begin))
+    full_begin = tl.minimum(
+        tl.maximum(tl.cdiv(full_low * G, BLOCK_M) * BLOCK_M, begin), tl.maximum(end, begin)
+    )
     full_end = tl.maximum(full_high * G // BLOCK_M * BLOCK_M, full_begin)
     full_end = tl.where(whole, full_end, full_begin)
 
@@ -240,14 +245,14 @@ def backward_kv_kernel(
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     absolute = start + index
     dk, dv = _walk_queries(
-        dk, dv, k, v, Q, DOut, RowLse, Delta, absolute, valid, begin, end, full_begin, full_end, row, num_q, origin,
-        head64, left, right, inner, scale_log2, q_t, q_h, q_d, dout_t, dout_h, dout_d,
+        dk, dv, k, v, Q, DOut, RowLse, Delta, absolute, valid, begin, end, full_begin, full_end, num_q, origin,
+        left, right, inner, scale_log2, q_t, q_h, q_d, dout_t, dout_h, dout_d,
         True, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, WIDE, STAGES,
     )  # fmt: skip
     if Keep is None:
         dk, dv = _walk_queries(
-            dk, dv, k, v, Q, DOut, RowLse, Delta, absolute, valid, full_begin, full_end, full_end, full_end, row, num_q,
-            origin, head64, left, right, inner, scale_log2, q_t, q_h, q_d, dout_t, dout_h, dout_d,
+            dk, dv, k, v, Q, DOut, RowLse, Delta, absolute, valid, full_begin, full_end, full_end, full_end, num_q,
+            origin, left, right, inner, scale_log2, q_t, q_h, q_d, dout_t, dout_h, dout_d,
             False, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, WIDE, STAGES,
         )  # fmt: skip
 
@@ -274,10 +279,9 @@ def _walk_keys(
         inside = index < num_k
         if MASKED and Keep is not None:
             inside = inside & (tl.load(Keep + index * keep_t, mask=inside, other=0) != 0)
-        far = tl.full((), 0, tl.int64) + n0
-        lane = tl.arange(0, BLOCK_N).to(tl.int64) if WIDE else tl.arange(0, BLOCK_N)
-        k = load_rows(K + far * k_t, lane * k_t, k_d, inside, D, BLOCK_D, MASKED, WIDE, q.dtype)
-        v = load_rows(V + far * v_t, lane * v_t, v_d, inside, DV, BLOCK_DV, MASKED, WIDE, q.dtype)
+        near = index.to(tl.int64) if WIDE else index
+        k = load_rows(K, near * k_t, k_d, inside, D, BLOCK_D, MASKED, WIDE, q.dtype)
+        v = load_rows(V, near * v_t, v_d, inside, DV, BLOCK_DV, MASKED, WIDE, q.dtype)
         bent = bend(tl.dot(q, tl.trans(k), input_precision="ieee"), inner, SOFTCAP, FACTOR)
         dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
         seen = inside[None, :]
@@ -324,7 +328,9 @@ def backward_q_kernel(
     )
     begin = (low - start) // BLOCK_N * BLOCK_N
     end = tl.maximum(high - start, 0)
-    full_begin = tl.minimum(tl.maximum(tl.cdiv(full_low - start, BLOCK_N) * BLOCK_N, begin), tl.maximum(end, begin))
+    full_begin = tl.minimum(
+        tl.maximum(tl.cdiv(full_low - start, BLOCK_N) * BLOCK_N, begin), tl.maximum(end, begin)
+    )
     full_end = tl.maximum(tl.maximum(full_high - start, 0) // BLOCK_N * BLOCK_N, full_begin)
     if Keep is not None:
         full_begin = begin
@@ -338,9 +344,19 @@ def backward_q_kernel(
     sequence = sequence.to(tl.int64)
     batch_index = sequence if MODE == DENSE else 0 * sequence
     compute = tl.float32 if UPCAST else Q.dtype.element_ty
-    q = load_rows(Q + batch_index * q_b, token * q_t + heads * q_h, q_d, real, D, BLOCK_D, True, True, compute)
+    q = load_rows(
+        Q + batch_index * q_b, token * q_t + heads * q_h, q_d, real, D, BLOCK_D, True, True, compute
+    )
     dout = load_rows(
-        DOut + batch_index * dout_b, token * dout_t + heads * dout_h, dout_d, real, DV, BLOCK_DV, True, True, compute
+        DOut + batch_index * dout_b,
+        token * dout_t + heads * dout_h,
+        dout_d,
+        real,
+        DV,
+        BLOCK_DV,
+        True,
+        True,
+        compute,
     )
     head64 = head.to(tl.int64)
     line = batch_index * stat_b + head64 * stat_h + row * G + rows
@@ -413,15 +429,21 @@ def attention_backward(
     lse = lse.contiguous()
     row_lse, delta = torch.empty(2, lse.numel(), dtype=torch.float32, device=q.device)
     arguments = call_arguments(q, k, v, out, lse, layout, options) | {
-        "DOut": dout, "DLse": dlse, "RowLse": row_lse, "Delta": delta, "DQ": dq, "DK": dk, "DV_": dv, "Sinks": sinks, "DSinks": dsinks,
+        "DOut": dout, "DLse": dlse, "RowLse": row_lse, "Delta": delta,
+        "DQ": dq, "DK": dk, "DV_": dv, "Sinks": sinks, "DSinks": dsinks,
         "stat_b": heads * rows if dense else 0, "stat_h": heads // kv_heads * rows,
         "scale": options.scale, "rows": rows, "total_k": k.shape[0], "ROWS": _ROWS,
-        "WIDE": max(x.stride(-3) * 256 + x.stride(-1) * 256 for x in (q, k, v, dout)) >= 1 << 31,
+
         **strides("dout", dout, dense), **strides("dq", dq, dense), **strides("dk", dk, dense),
         **strides("dv", dv, dense),
     }  # fmt: skip
+    arguments["WIDE"] |= is_wide(dout, layout.max_seqlen_q)
     if dlse is not None:
-        arguments |= {"dlse_b": dlse.stride(0) if dense else 0, "dlse_h": dlse.stride(-2), "dlse_t": dlse.stride(-1)}
+        arguments |= {
+            "dlse_b": dlse.stride(0) if dense else 0,
+            "dlse_h": dlse.stride(-2),
+            "dlse_t": dlse.stride(-1),
+        }
     else:
         arguments |= {"dlse_b": 0, "dlse_h": 0, "dlse_t": 0}
 
@@ -450,4 +472,3 @@ def attention_backward(
         }  # fmt: skip
         launch(kernel, (programs * kv_heads,), arguments | more, warps=shape.warps, stages=shape.stages)
     return dq, dk, dv, dsinks
-

@@ -26,11 +26,21 @@ from rl_attn_plugin.kernels.tiles import (
     visible_keys,
 )
 
-# States in flight; slots past the last one are empty states, which change nothing.
-_UNROLL = 1 if INTERPRET else 8
 
-
-@triton.jit(do_not_specialize=["kv_heads", "batch", "total", "seq_q", "seq_k", "tiles", "steps", "left", "right", "split"])
+@triton.jit(
+    do_not_specialize=[
+        "kv_heads",
+        "batch",
+        "total",
+        "seq_q",
+        "seq_k",
+        "tiles",
+        "steps",
+        "left",
+        "right",
+        "split",
+    ]
+)
 def combine_kernel(
     Out, Lse, RowMax, StateAcc, StateM, StateL, Sinks, VScale, CuQ, CuK, UsedQ, UsedK, KvStart, Work,
     kv_heads, batch, total, seq_q, seq_k, tiles, steps, left, right, split,
@@ -72,7 +82,9 @@ def combine_kernel(
     origin = first_position(num_q, num_k, start, TOP_LEFT)
     end = start + num_k
     seq_low, _, _, _ = visible_keys(origin, origin, start, end, left, right, HAS_LEFT, HAS_RIGHT)
-    low, high, _, _ = visible_keys(origin + query, origin + query, start, end, left, right, HAS_LEFT, HAS_RIGHT)
+    low, high, _, _ = visible_keys(
+        origin + query, origin + query, start, end, left, right, HAS_LEFT, HAS_RIGHT
+    )
     real = query < num_q
     base = seq_low // split
     z_first = low // split - base
@@ -122,7 +134,7 @@ def combine_kernel(
         tl.store(RowMax + line, tl.where(real & (row_max > EMPTY), row_max * LN_2, float("-inf")))
 
 
-def combine_splits(arguments: dict[str, Any], mode: int, tiles: int, programs: int) -> None:
+def combine_splits(arguments: dict[str, Any], mode: int, tiles: int, programs: int, splits: int) -> None:
     """Launch the merge over the rows of a forward.
 
     Args:
@@ -130,6 +142,9 @@ def combine_splits(arguments: dict[str, Any], mode: int, tiles: int, programs: i
         mode: mapping of programs to rows.
         tiles: rows of an entry, where the mapping has a fixed number.
         programs: rows to launch, over all kv heads.
+        splits: how many a row may have, about.
     """
-    more = {"MODE": mode, "tiles": tiles, "UNROLL": _UNROLL}
+    # States in flight; slots past the last one are empty states, which change nothing.
+    unroll = 1 if INTERPRET else 16 if splits > 32 else 8 if splits > 4 else 4
+    more = {"MODE": mode, "tiles": tiles, "UNROLL": unroll}
     launch(combine_kernel, (programs,), arguments | more, warps=1, stages=1)

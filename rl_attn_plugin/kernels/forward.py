@@ -67,18 +67,13 @@ def _walk(
             slot = (index % PAGE).to(tl.int64) if WIDE else index % PAGE
             k_offset = page * k_page + slot * k_t
             v_offset = k_offset if SAME else page * v_page + slot * v_t
-            k_base = K
-            v_base = V
         else:
-            far = tl.full((), 0, tl.int64) + (n0 - start)
-            near = lane.to(tl.int64) if WIDE else lane
+            near = index.to(tl.int64) if WIDE else index
             k_offset = near * k_t
             v_offset = k_offset if SAME else near * v_t
-            k_base = K + far * k_t
-            v_base = V + far * v_t
         wide: tl.constexpr = WIDE or PAGE > 0
-        k = load_rows_transposed(k_base, k_offset, k_d, inside, D, BLOCK_D, MASKED, wide, q.dtype)
-        v = load_rows(v_base, v_offset, v_d, inside, DV, BLOCK_DV, MASKED, wide, q.dtype)
+        k = load_rows_transposed(K, k_offset, k_d, inside, D, BLOCK_D, MASKED, wide, q.dtype)
+        v = load_rows(V, v_offset, v_d, inside, DV, BLOCK_DV, MASKED, wide, q.dtype)
         scores = bend(tl.dot(q, k, input_precision="ieee"), inner, SOFTCAP, FACTOR)
         if MASKED:
             absolute = n0 + lane
@@ -121,8 +116,8 @@ def forward_kernel(
     table_b, keep_b, keep_t, k_scale_h, v_scale_h,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    SAME: tl.constexpr, WIDE: tl.constexpr, MODE: tl.constexpr, GRID: tl.constexpr, HEAD_FAST: tl.constexpr, TOP_LEFT: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FACTOR: tl.constexpr,
+    SAME: tl.constexpr, WIDE: tl.constexpr, MODE: tl.constexpr, GRID: tl.constexpr, HEAD_FAST: tl.constexpr,
+    TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FACTOR: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows of one kv head, over all its splits, or over one of them (``GRID``)."""
@@ -155,7 +150,7 @@ def forward_kernel(
     sequence, row, span, num_q, key_row, num_k, start = lengths(
         entry, CuQ, CuK, UsedQ, UsedK, KvStart, batch, total, seq_q, seq_k, MODE != DENSE
     )
-    if MODE == DIRECT or MODE == PLANNED:
+    if MODE == DIRECT or MODE == PLANNED:  # noqa: SIM109 (not in Triton's language)
         if (entry == 0) | (entry == batch + 1):
             if not GRID:
                 store_padding(
@@ -188,7 +183,9 @@ def forward_kernel(
     full_begin = begin
     full_end = begin
     if Keep is None:
-        full_begin = tl.minimum(tl.maximum(tl.cdiv(full_low, BLOCK_N) * BLOCK_N, begin), tl.maximum(high, begin))
+        full_begin = tl.minimum(
+            tl.maximum(tl.cdiv(full_low, BLOCK_N) * BLOCK_N, begin), tl.maximum(high, begin)
+        )
         full_end = tl.maximum(tl.minimum(full_high, high) // BLOCK_N * BLOCK_N, full_begin)
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -201,7 +198,9 @@ def forward_kernel(
     batch_index = sequence if MODE == DENSE else 0 * sequence
 
     compute = tl.float32 if UPCAST else Q.dtype.element_ty
-    q = load_rows(Q + batch_index * q_b, token * q_t + heads * q_h, q_d, real, D, BLOCK_D, True, True, compute)
+    q = load_rows(
+        Q + batch_index * q_b, token * q_t + heads * q_h, q_d, real, D, BLOCK_D, True, True, compute
+    )
     head64 = head.to(tl.int64)
     if PAGE > 0:  # the batch stride of a cache is that of its pages
         K += head64 * k_h
@@ -262,10 +261,10 @@ def forward_kernel(
     if GRID:
         local = query.to(tl.int64) * (kv_heads * G) + heads
         if MODE == PLANNED:
-            slot = slot_base + z.to(tl.int64) * num_q * (kv_heads * G) + local
+            slot = slot_base + z.to(tl.int64) * num_q * (kv_heads * G) + local  # type: ignore[attr-defined]
         else:
             first_row = sequence * seq_q if MODE == DENSE else row.to(tl.int64)
-            slot = (z.to(tl.int64) * total + first_row) * (kv_heads * G) + local
+            slot = (z.to(tl.int64) * total + first_row) * (kv_heads * G) + local  # type: ignore[attr-defined]
         target = slot[:, None] * DV + d[None, :]
         tl.store(StateAcc + target, A, mask=real[:, None] & (d < DV)[None, :])
         tl.store(StateM + slot, M, mask=real)
@@ -285,6 +284,9 @@ def forward_kernel(
             tl.store(RowMax + line, row_max, mask=inside)
 
 
+_NO_TUNING = schedule.Tuning()
+
+
 def attention_forward(
     q: Tensor,
     k: Tensor,
@@ -297,7 +299,7 @@ def attention_forward(
     v_scale: Tensor | None,
     out: Tensor | None,
     plan: PagedPlan | None,
-    tuning: schedule.Tuning = schedule.Tuning(),
+    tuning: schedule.Tuning = _NO_TUNING,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention by the schedule; see `rl_attn_plugin.types` for the meaning of every argument.
 
@@ -353,9 +355,11 @@ def attention_forward(
     elif shape.splits:
         arguments.update(_states(shape.splits * total * heads, v_dim, q.device))
         arguments.update({"GRID": True, "HEAD_FAST": True})
-        launch(forward_kernel, (shape.programs * kv_heads, shape.splits), arguments, warps=warps, stages=stages)
+        launch(
+            forward_kernel, (shape.programs * kv_heads, shape.splits), arguments, warps=warps, stages=stages
+        )
         mode, tiles, programs = schedule.row_programs(layout, batch, total, group)
-        combine_splits(arguments, mode, tiles, programs * kv_heads)
+        combine_splits(arguments, mode, tiles, programs * kv_heads, shape.splits)
     else:
         arguments["HEAD_FAST"] = shape.tiles == 1 and shape.mode == DIRECT.value
         launch(forward_kernel, (shape.programs * kv_heads,), arguments, warps=warps, stages=stages)
@@ -387,7 +391,7 @@ def _run_planned(
         arguments.update({"GRID": True, "Work": plan.work[1]})
         launch(forward_kernel, (items * kv_heads,), arguments, warps=tile.warps, stages=tile.stages)
         arguments["Work"] = plan.work[2]
-        combine_splits(arguments, PLANNED.value, 1, items * kv_heads)
+        combine_splits(arguments, PLANNED.value, 1, items * kv_heads, 8)
 
 
 def call_arguments(
@@ -414,9 +418,13 @@ def call_arguments(
         "BLOCK_D": schedule.padded(q.shape[-1]), "BLOCK_DV": schedule.padded(v.shape[-1]),
         "TOP_LEFT": options.top_left, "HAS_LEFT": options.window_left >= 0, "HAS_RIGHT": options.window_right >= 0,
         "SOFTCAP": options.softcap != 0.0, "FACTOR": factor, "SAME": k.stride() == v.stride(),
-        # whether a tile's own offsets may pass 2^31
-        "WIDE": max(x.stride(-3) * 256 + x.stride(-1) * 256 for x in (q, k, v)) >= 1 << 31,
+        "WIDE": is_wide(q, layout.max_seqlen_q) or is_wide(k, layout.max_seqlen_k) or is_wide(v, layout.max_seqlen_k),
     }  # fmt: skip
+
+
+def is_wide(x: Tensor, bound: int) -> bool:
+    """Whether offsets inside one sequence (or page) may pass 2^31."""
+    return min(bound, x.shape[-3]) * x.stride(-3) + x.shape[-1] * x.stride(-1) >= 1 << 31
 
 
 def _score_scale(options: Options) -> tuple[float, float, int]:

@@ -53,8 +53,14 @@ def write_kernel(
         return
     page = slot // PAGE
     place = slot % PAGE
-    _store(K, KCache, KScale, token, page, place, head, k_t, k_h, k_d, kc_p, kc_t, kc_h, kc_d, k_scale_h, D, BLOCK_D, E4M3)
-    _store(V, VCache, VScale, token, page, place, head, v_t, v_h, v_d, vc_p, vc_t, vc_h, vc_d, v_scale_h, DV, BLOCK_DV, E4M3)  # fmt: skip
+    _store(
+        K, KCache, KScale, token, page, place, head, k_t, k_h, k_d, kc_p, kc_t, kc_h, kc_d, k_scale_h,
+        D, BLOCK_D, E4M3,
+    )  # fmt: skip
+    _store(
+        V, VCache, VScale, token, page, place, head, v_t, v_h, v_d, vc_p, vc_t, vc_h, vc_d, v_scale_h,
+        DV, BLOCK_DV, E4M3,
+    )  # fmt: skip
 
 
 def write_kv_cache(

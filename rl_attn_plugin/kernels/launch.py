@@ -57,5 +57,3 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], *, war
         _compiled[key] = kernel[grid](*values, **options)
     else:
         compiled[(*grid, 1, 1)[:3]](*values)
-
-

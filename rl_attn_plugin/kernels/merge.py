@@ -30,7 +30,9 @@ def merge_kernel(
     running = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     level = tl.full([ROWS], float("-inf"), tl.float32)
     for _ in range(parts):
-        part = tl.load(Outs + t[:, None] * outs_t + (d * outs_d)[None, :], mask=keep, other=0.0).to(tl.float32)
+        part = tl.load(Outs + t[:, None] * outs_t + (d * outs_d)[None, :], mask=keep, other=0.0).to(
+            tl.float32
+        )
         lse = tl.load(Lses + t * lses_t, mask=inside, other=float("-inf"))
         # some libraries give an empty row +inf and a zero output
         empty = tl.max(tl.where(part == 0.0, 0, 1), 1) == 0

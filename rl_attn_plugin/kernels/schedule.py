@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -234,7 +235,7 @@ def plan_paged(
     starts = [0] * len(keys) if kv_start is None else kv_start.tolist()
     group = num_heads // num_kv_heads
     rows = decode_tile(dtype, head_dim, v_head_dim).rows
-    queries = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+    queries = [b - a for a, b in pairwise(offsets)]
     busy = multiprocessors(cu_seqlens_q.device)
     starved = sum(cdiv(n * group, rows) for n in queries) * num_kv_heads < busy
 

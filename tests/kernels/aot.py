@@ -22,13 +22,16 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-_FP32_POINTERS = {"Lse", "RowMax", "StateAcc", "StateM", "StateL", "Delta", "DLse", "RowLse", "DSinks", "Cos", "Sin", "KScale", "VScale",
+_FP32_POINTERS = {"Lse", "RowMax", "StateAcc", "StateM", "StateL", "Delta", "DLse", "RowLse", "DSinks",
+                  "Cos", "Sin", "KScale", "VScale",
                   "Sinks", "Lses", "Partial"}  # fmt: skip
 _INT_POINTERS = {"CuQ", "CuK", "UsedQ", "UsedK", "KvStart", "Table", "Work", "Positions", "Slots"}
 _FLOATS = {"inner", "scale_log2", "scale"}
 
 
-def compile_kernel(kernel: Any, target: str, constants: dict[str, Any], *, dtype: str, options: dict[str, Any]) -> Any:
+def compile_kernel(
+    kernel: Any, target: str, constants: dict[str, Any], *, dtype: str, options: dict[str, Any]
+) -> Any:
     """Compile a `triton.jit` function; arguments not in ``constants`` get types by their names."""
     signature, values, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -62,12 +65,16 @@ def resources(compiled: Any) -> str:
 
     target = re.search(r"\.target (\w+)", compiled.asm["ptx"]).group(1)  # type: ignore[union-attr]
     tools = Path(nvidia.__file__).parent / "bin"
-    tool = tools / ("ptxas-blackwell" if target.startswith("sm_10") and (tools / "ptxas-blackwell").exists() else "ptxas")
+    tool = tools / (
+        "ptxas-blackwell" if target.startswith("sm_10") and (tools / "ptxas-blackwell").exists() else "ptxas"
+    )
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
         f.write(compiled.asm["ptx"])
         f.flush()
         said = subprocess.run(
-            [tool, "-v", f"--gpu-name={target}", "--fmad=false", f.name, "-o", "/dev/null"], capture_output=True, text=True
+            [tool, "-v", f"--gpu-name={target}", "--fmad=false", f.name, "-o", "/dev/null"],
+            capture_output=True,
+            text=True,
         ).stderr
     registers = re.search(r"Used (\d+) registers", said)
     spills = re.search(r"(\d+) bytes spill stores", said)
@@ -96,10 +103,14 @@ def forward_constants(**given: Any) -> dict[str, Any]:
 
 def cases() -> dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]]:
     """name -> kernel, constants, dtype, options."""
-    from rl_attn_plugin.kernels.backward import backward_kv_kernel, backward_q_kernel, statistics_kernel, sinks_kernel
+    from rl_attn_plugin.kernels.backward import (
+        backward_kv_kernel,
+        backward_q_kernel,
+        sinks_kernel,
+        statistics_kernel,
+    )
     from rl_attn_plugin.kernels.combine import combine_kernel
     from rl_attn_plugin.kernels.forward import forward_kernel
-
     from rl_attn_plugin.kernels.kv_cache import write_kernel
     from rl_attn_plugin.kernels.merge import merge_kernel
     from rl_attn_plugin.kernels.rope import rope_kernel
@@ -111,10 +122,38 @@ def cases() -> dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]]:
     packed = {"CuQ": 1, "CuK": 1, "MODE": 2}
     paged = {"CuQ": 1, "UsedK": 1, "Table": 1, "PAGE": 16, "MODE": 1, "BLOCK_M": 64}
     wide = {"D": 192, "BLOCK_D": 256, "BLOCK_N": 32}
-    everything = {"KvStart": 1, "HAS_LEFT": True, "Sinks": 1, "SOFTCAP": True, "RowMax": 1, "UsedQ": 1, "UsedK": 1}
-    writing = {"k_d": 1, "v_d": 1, "kc_d": 1, "vc_d": 1, "D": 128, "DV": 96, "BLOCK_D": 128, "BLOCK_DV": 128, "PAGE": 16}
-    turning = {"x_d": 1, "cos_d": 1, "sin_d": 1, "HALF": 64, "D": 128, "BLOCK_HALF": 64, "BLOCK_D": 128, "INVERSE": False}
-    table = {
+    everything = {
+        "KvStart": 1,
+        "HAS_LEFT": True,
+        "Sinks": 1,
+        "SOFTCAP": True,
+        "RowMax": 1,
+        "UsedQ": 1,
+        "UsedK": 1,
+    }
+    rowwise = {"out_d": 1, "dout_d": 1, "G": 4, "DV": 128, "BLOCK_DV": 128, "ROWS": 64}
+    writing = {
+        "k_d": 1,
+        "v_d": 1,
+        "kc_d": 1,
+        "vc_d": 1,
+        "D": 128,
+        "DV": 96,
+        "BLOCK_D": 128,
+        "BLOCK_DV": 128,
+        "PAGE": 16,
+    }
+    turning = {
+        "x_d": 1,
+        "cos_d": 1,
+        "sin_d": 1,
+        "HALF": 64,
+        "D": 128,
+        "BLOCK_HALF": 64,
+        "BLOCK_D": 128,
+        "INVERSE": False,
+    }
+    return {
         "forward-dense": (forward_kernel, forward_constants(), "bf16", options(8, 3)),
         "forward-dense-64": (forward_kernel, forward_constants(BLOCK_M=64), "bf16", options(4, 3)),
         "forward-masked": (forward_kernel, forward_constants(Keep=1, HAS_RIGHT=False), "bf16", options(8, 3)),
@@ -146,7 +185,7 @@ def cases() -> dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]]:
         "write": (write_kernel, writing | {"KScale": None, "VScale": None, "E4M3": False}, "bf16", options(1, 1)),
         "rope": (rope_kernel, turning | {"INTERLEAVED": False}, "bf16", options(1, 1)),
         "rope-interleaved": (rope_kernel, turning | {"INTERLEAVED": True, "HALF": 40}, "fp32", options(1, 1)),
-        "statistics": (statistics_kernel, {"out_d": 1, "dout_d": 1, "G": 4, "DV": 128, "BLOCK_DV": 128, "ROWS": 64}, "bf16", options(4, 1)),
+        "statistics": (statistics_kernel, rowwise, "bf16", options(4, 1)),
         "sinks": (sinks_kernel, {"G": 4, "ROWS": 1024}, "bf16", options(4, 1)),
         "backward-kv": backward(backward_kv_kernel, 64, 128, options(8, 2)),
         "backward-q": backward(backward_q_kernel, 128, 64, options(8, 2)),
@@ -161,7 +200,6 @@ def cases() -> dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]]:
         "backward-kv-fp32": backward(backward_kv_kernel, 16, 16, options(4, 1), dtype="fp32", **packed),
         "backward-q-fp32": backward(backward_q_kernel, 16, 16, options(4, 1), dtype="fp32", **packed),
     }  # fmt: skip
-    return table
 
 
 def backward(
@@ -178,7 +216,7 @@ def main(target: str, names: list[str]) -> None:
         if names and name not in names:
             continue
         compiled = compile_kernel(kernel, target, constants, dtype=dtype, options=options)
-        print(f"{target} {name}: {resources(compiled)}", flush=True)
+        print(f"{target} {name}: {resources(compiled)}", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ SCRIPT = Path(__file__).with_name("aot.py")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_kernels_compile_ahead_of_time(target: str, tmp_path: Path) -> None:
     # a process of its own: this one may run the interpreter, in which nothing compiles
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "TRITON_CACHE_DIR": str(tmp_path)
+    }
     done = subprocess.run([sys.executable, SCRIPT, target], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = done.stdout.splitlines()

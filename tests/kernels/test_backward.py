@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from tests.kernels.worlds import make_options, oracle
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: Options, sinks: Tensor | None, dout: Tensor, dlse: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: Options, sinks: Tensor | None, dout: Tensor,
+    dlse: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     out, lse, _ = attention_forward(
         q, k, v, layout, options, sinks=sinks, k_scale=None, v_scale=None, out=None, plan=None
@@ -74,18 +76,26 @@ def test_packed_gradients(name: str, dtype: torch.dtype, device: torch.device) -
     options = make_options(dim, block_k=16, split_k=32, out_dtype=dtype, **changes)
     sizes = [(37, 37), (0, 5), (20, 33), (9, 0), (30, 11)]  # Sq > Sk and empty ones too
     pieces = [
-        tuple(torch.randn(n, h, d, device=device).to(dtype) for n, h, d in ((a, 4, dim), (b, 2, dim), (b, 2, v_dim)))
+        tuple(
+            torch.randn(n, h, d, device=device).to(dtype)
+            for n, h, d in ((a, 4, dim), (b, 2, dim), (b, 2, v_dim))
+        )
         for a, b in sizes
     ]
-    q, k, v = (torch.cat([p[i] for p in pieces] + [torch.full_like(pieces[0][i][:3], torch.nan)]) for i in range(3))
-    cu = [torch.tensor([0, *torch.tensor([s[i] for s in sizes]).cumsum(0).tolist()], dtype=torch.int32) for i in (0, 1)]
+    q, k, v = (
+        torch.cat([p[i] for p in pieces] + [torch.full_like(pieces[0][i][:3], torch.nan)]) for i in range(3)
+    )
+    cu = [
+        torch.tensor([0, *torch.tensor([s[i] for s in sizes]).cumsum(0).tolist()], dtype=torch.int32)
+        for i in (0, 1)
+    ]
     layout = Layout(500, 500, cu[0].to(device), cu[1].to(device))
     # a gradient with strides of its own; what lies in padding rows is arbitrary
     dout = torch.randn(v_dim, 4, q.shape[0], device=device).to(dtype).permute(2, 1, 0)
     dlse = torch.randn(4, q.shape[0], device=device)
     bounds = cu[0].tolist()
-    douts = [dout[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
-    dlses = [dlse[:, a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    douts = [dout[a:b] for a, b in pairwise(bounds)]
+    dlses = [dlse[:, a:b] for a, b in pairwise(bounds)]
     got = gradients(q, k, v, layout, options, sinks, dout, dlse)
     exact = wanted(pieces, options, sinks, douts, dlses, torch.float64)
     plain = wanted(pieces, options, sinks, douts, dlses, dtype)

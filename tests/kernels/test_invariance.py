@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.kernels.worlds import World, compare_ways, differing, make_options, random_world
 
 from rl_attn_plugin.kernels.schedule import Tile, Tuning
+from tests.kernels.worlds import World, compare_ways, differing, make_options, random_world
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -50,8 +50,10 @@ def test_write_kv_cache(head_major: bool, e4m3: bool, device: torch.device) -> N
     v = torch.randn(heads, tokens, 16, device=device).half().transpose(0, 1)
     k[2] = 60000.0
     dtype = torch.float8_e4m3fn if e4m3 else torch.float16
-    caches = [torch.zeros(6, heads, page, d, device=device) if head_major else torch.zeros(6, page, heads, d, device=device) for d in (24, 16)]  # fmt: skip
-    caches = [(c + 3.0).to(dtype).transpose(1, 2) if head_major else (c + 3.0).to(dtype) for c in caches]
+    shapes = [(6, heads, page, d) if head_major else (6, page, heads, d) for d in (24, 16)]
+    caches = [torch.full(shape, 3.0, device=device).to(dtype) for shape in shapes]
+    if head_major:
+        caches = [c.transpose(1, 2) for c in caches]
     slots = torch.tensor([5, 0, 23, -1, 7, 12, -1, 13, 1], device=device)
     k_scale = torch.tensor([0.5, 1.0, 3.0], device=device) if e4m3 else None
     v_scale = torch.tensor(0.7, device=device) if e4m3 else None
@@ -73,13 +75,21 @@ def test_write_kv_cache(head_major: bool, e4m3: bool, device: torch.device) -> N
 def test_rope(interleaved: bool, rotary: int, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(2)
     x = torch.randn(2, 3, 7, 32, device=device).to(dtype).transpose(1, 2)  # [B, S, H, D]
-    positions = torch.tensor([[0, 5, 9, 1, 1, 30, 31], [3, 2, 1, 0, 8, 9, 10]], device=device, dtype=torch.int32)
-    angles = torch.arange(32, device=device)[:, None] * 10000.0 ** (-torch.arange(rotary // 2, device=device) / 13)
+    positions = torch.tensor(
+        [[0, 5, 9, 1, 1, 30, 31], [3, 2, 1, 0, 8, 9, 10]], device=device, dtype=torch.int32
+    )
+    angles = torch.arange(32, device=device)[:, None] * 10000.0 ** (
+        -torch.arange(rotary // 2, device=device) / 13
+    )
     cos, sin = angles.cos(), angles.sin()
     out = apply_rope(x, cos, sin, positions, interleaved=interleaved, rotary_dim=rotary, inverse=False)
 
     pairs = x.double()[..., :rotary]
-    z = torch.view_as_complex(pairs.unflatten(-1, (-1, 2)).contiguous()) if interleaved else torch.complex(*pairs.chunk(2, -1))
+    z = (
+        torch.view_as_complex(pairs.unflatten(-1, (-1, 2)).contiguous())
+        if interleaved
+        else torch.complex(*pairs.chunk(2, -1))
+    )
     turn = torch.complex(cos.double(), sin.double())[positions.long()][:, :, None]
     turned = torch.view_as_real(z * turn)
     wanted = turned.flatten(-2) if interleaved else torch.cat(tuple(turned.unbind(-1)), -1)
@@ -87,6 +97,10 @@ def test_rope(interleaved: bool, rotary: int, dtype: torch.dtype, device: torch.
     torch.testing.assert_close(out.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-6)
     assert torch.equal(out[..., rotary:], x[..., rotary:])
     back = apply_rope(out, cos, sin, positions, interleaved=interleaved, rotary_dim=rotary, inverse=True)
-    torch.testing.assert_close(back.float(), x.float(), rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
-    packed = apply_rope(x[1], cos, sin, positions[1], interleaved=interleaved, rotary_dim=rotary, inverse=False)
+    torch.testing.assert_close(
+        back.float(), x.float(), rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps
+    )
+    packed = apply_rope(
+        x[1], cos, sin, positions[1], interleaved=interleaved, rotary_dim=rotary, inverse=False
+    )
     assert torch.equal(packed, out[1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,7 +54,9 @@ def oracle(
         hidden |= ~keep[None, :]
     scores = scores.masked_fill(hidden, -math.inf)
     top = scores.amax((1, 2)) if num_q and num_k else scores.new_full((heads,), -math.inf)
-    column = scores.new_full((heads, num_q, 1), -math.inf) if sinks is None else sinks.to(dtype)[:, None, None]
+    column = (
+        scores.new_full((heads, num_q, 1), -math.inf) if sinks is None else sinks.to(dtype)[:, None, None]
+    )
     scores = torch.cat((scores, column.expand(-1, num_q, 1)), 2)
     dead = torch.isinf(scores).all(2)
     weights = torch.where(dead[:, :, None], 0.0, scores.masked_fill(dead[:, :, None], 0.0).softmax(2))
@@ -79,7 +82,9 @@ class World:
     def ints(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-    def call(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def call(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **given: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         arguments = {"sinks": self.sinks, "k_scale": None, "v_scale": None, "out": None, "plan": None} | given
         return attention_forward(q, k, v, layout, self.options, tuning=self.tuning, **arguments)
 
@@ -92,7 +97,7 @@ class World:
         longest = slack * max(self.q[i].shape[0] for i in order)
         cu = self.ints(offsets)
         out, lse, _ = self.call(q, k, v, Layout(longest, longest, cu, cu))
-        return [(out[a:b], lse[:, a:b]) for a, b in zip(offsets, offsets[1:], strict=False)]
+        return [(out[a:b], lse[:, a:b]) for a, b in pairwise(offsets)]
 
     def dense(self, i: int, *, masked: bool = False) -> Rows:
         """One sequence as a batch of one, with or without an all-True padding mask."""
@@ -148,7 +153,7 @@ class World:
             seqused_k=used, block_table=table.to(self.device), kv_start=kv_start,
         )  # fmt: skip
         out, lse, _ = self.call(q, caches[0], caches[1], layout, plan=plan)
-        return [(out[a:b], lse[:, a:b]) for a, b in zip(offsets, offsets[1:], strict=False)]
+        return [(out[a:b], lse[:, a:b]) for a, b in pairwise(offsets)]
 
     def heads(self, first: int, count: int) -> World:
         """The world of one tensor-parallel rank: ``count`` kv heads and their queries."""
@@ -211,7 +216,9 @@ def compare_ways(world: World, base: Rows, rng: random.Random, tiles: list[sched
     tuned = replace(
         world,
         tuning=schedule.Tuning(
-            tile=rng.choice([None, *tiles]), grid=rng.choice([None, True, False]), search=rng.choice([None, True, False])
+            tile=rng.choice([None, *tiles]),
+            grid=rng.choice([None, True, False]),
+            search=rng.choice([None, True, False]),
         ),
     )
     page = rng.choice([1, 16, 17, 64, 256])
@@ -223,18 +230,22 @@ def compare_ways(world: World, base: Rows, rng: random.Random, tiles: list[sched
     i = rng.randrange(len(sizes))
     result["dense"] = differing(tuned.dense(i, masked=rng.random() < 0.5), [base[i]])
     cuts = sorted({0, sizes[i], *(rng.randrange(sizes[i] + 1) for _ in range(3))})
-    chunks = [(i, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    chunks = [(i, a, b) for a, b in pairwise(cuts)]
     result["chunks"] = sum(
         differing(tuned.paged([c], page, rng, head_major=rng.random() < 0.5), rows([c])) for c in chunks
     )
-    decode = [(n, size - 1, size) for n in order for size in [rng.randrange(1, sizes[n] + 1)] for _ in range(2)]
+    decode = [
+        (n, size - 1, size) for n in order for size in [rng.randrange(1, sizes[n] + 1)] for _ in range(2)
+    ]
     result["decode"] = differing(
         tuned.paged(decode, page, rng, slack=rng.choice([1, 3]), evict=rng.random() < 0.5), rows(decode)
     )
     mixed = decode + chunks[-1:]
     rng.shuffle(mixed)
     result["mixed"] = differing(tuned.paged(mixed, page, rng), rows(mixed))
-    result["planned"] = differing(replace(tuned, tuning=schedule.Tuning()).paged(mixed, page, rng, planned=True), rows(mixed))
+    result["planned"] = differing(
+        replace(tuned, tuning=schedule.Tuning()).paged(mixed, page, rng, planned=True), rows(mixed)
+    )
     kv_heads = world.k[0].shape[1]
     first = rng.randrange(kv_heads)
     group = world.q[0].shape[1] // kv_heads

@@ -1,0 +1,87 @@
+"""Attention of other libraries, as far as they are importable; every function takes ``[B, S, H, D]``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+SDPA = {"torch-flash": SDPBackend.FLASH_ATTENTION, "torch-cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def flash_attention_3() -> ModuleType | None:
+    """FlashAttention-3's interface, under whichever name it is installed."""
+    for name in ("flash_attn_interface", "fa3_fwd_interface"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    return None
+
+
+def sdpa(backend: SDPBackend) -> Attention:
+    """torch SDPA restricted to one backend; causal where queries and keys are equally many."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            # top-left is bottom-right for equal lengths, and one query sees every key
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    return run
+
+
+def transformer_engine(heads: int, kv_heads: int, dim: int) -> Attention | None:
+    """TransformerEngine's DotProductAttention, or None where it cannot be imported."""
+    try:
+        module = importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError):
+        return None
+    layer = module.DotProductAttention(
+        heads, dim, num_gqa_groups=kv_heads, qkv_format="bshd", attn_mask_type="causal"
+    )
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = layer(q, k, v)
+        return out.view(*q.shape[:3], v.shape[-1])
+
+    return run
+
+
+def first(result: Any) -> Tensor:
+    """The output of an interface that returns it alone or in front of others."""
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return out
+
+
+def dense(heads: int, kv_heads: int, dim: int) -> dict[str, Attention]:
+    """Every importable peer of a dense causal forward."""
+    found: dict[str, Attention] = {name: sdpa(backend) for name, backend in SDPA.items()}
+    fa3 = flash_attention_3()
+    if fa3 is not None:
+        found["flash-attention-3"] = lambda q, k, v: first(fa3.flash_attn_func(q, k, v, causal=True))
+    te = transformer_engine(heads, kv_heads, dim)
+    if te is not None:
+        found["transformer-engine"] = te
+    return found
+
+
+def exact_tail(q: Tensor, k: Tensor, v: Tensor, rows: int, heads: int) -> Tensor:
+    """fp64 causal attention of the last ``rows`` queries of the first ``heads`` heads, ``[rows, heads, Dv]``."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q[-rows:, :heads].double(), k.double(), v.double()
+    out = []
+    for h in range(heads):
+        scores = q[:, h] @ k[:, h // group].T * q.shape[-1] ** -0.5
+        hidden = torch.ones(rows, k.shape[0], dtype=torch.bool, device=q.device).triu(k.shape[0] - rows + 1)
+        out.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[:, h // group])
+    return torch.stack(out, 1)
