@@ -175,14 +175,13 @@ def _judge(config: JobConfig, console: Console, store: RunStore) -> int:
     result = drift.summarize(
         table, arm_under_test=ARM_UNDER_TEST, thresholds=config.thresholds, min_tokens=config.min_tokens
     )
-    for path, write in (
-        (store.root / "drift.json", lambda path: report.write_json(result, path)),
-        (store.root / "report.html", lambda path: report.write_html(result, table, store.manifest, path)),
-    ):
-        try:
-            write(path)
-        except OSError as error:
-            raise StoreError(write_failure(path, error)) from error
+    path = store.root / "drift.json"
+    try:
+        report.write_json(result, path)
+        path = store.root / "report.html"
+        report.write_html(result, table, store.manifest, path)
+    except OSError as error:
+        raise StoreError(write_failure(path, error)) from error
     report.print_report(result, console, manifest=store.manifest)
     _say(console, f"report: {store.root / 'report.html'}")
     return EXIT_STATUS[result.verdict]

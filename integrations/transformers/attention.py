@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_attn_plugin.integrations.transformers.paged import PagedStep
+from rl_attn_plugin.integrations.transformers.masks import COLUMNS, reach_of
+from rl_attn_plugin.integrations.transformers.paged import PagedCache
 from rl_attn_plugin.ops.attention import flash_attention, flash_attention_varlen
 
 NAME = "rl_attn"
@@ -30,7 +31,8 @@ def rl_attn_forward(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
-    paged_step: PagedStep | None = None,
+    paged_cache: PagedCache | None = None,
+    position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention, chosen by what came with it: paged, packed, padded or plain.
@@ -52,20 +54,31 @@ def rl_attn_forward(
         cu_seq_lens_k: the same for keys.
         max_length_q: host bound that goes with the offsets.
         max_length_k: the same for keys.
-        paged_step: set by `PagedCache`.
+        paged_cache: set by `paged_forward`.
+        position_bias: must be None.
 
     Returns:
         ``[B, Sq, Hq, Dv]`` and None (attention weights are never materialised).
 
     Raises:
-        NotImplementedError: for dropout or a mask matrix.
+        NotImplementedError: for dropout, a position bias or a mask matrix.
     """
     if dropout:
         raise NotImplementedError(
             f"attn_implementation='rl_attn' has no dropout, got {dropout}: set attention_dropout to 0"
         )
+    if position_bias is not None:
+        raise NotImplementedError(
+            f"attn_implementation='rl_attn' adds no position bias, which {type(module).__name__} needs: "
+            "use attn_implementation='sdpa'"
+        )
+    ours = attention_mask is not None and _is_ours(attention_mask)
+    if sliding_window is not None:
+        reach = sliding_window - 1
+    else:  # some models put their window into the mask alone
+        found = reach_of(attention_mask) if ours and attention_mask is not None else None
+        reach = -1 if found is None else found
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    reach = -1 if sliding_window is None else sliding_window - 1
     options: dict[str, Any] = {
         "causal": causal,
         "scale": scaling,
@@ -73,24 +86,39 @@ def rl_attn_forward(
         "softcap": softcap or 0.0,
         "sinks": s_aux,
     }
+    if torch.is_autocast_enabled(
+        query.device.type
+    ):  # as sdpa does: norms and rotations may have promoted q and k
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if paged_step is not None:
-        return paged_step.attend(q, options), None
+    if paged_cache is not None:
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        return paged_cache.attend(layer, q, options), None
     if cu_seq_lens_q is not None:
         return _packed(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, options), None
-    if attention_mask is None:
+    if attention_mask is None or (ours and attention_mask.shape[-1] == 0):
         offsets = _packed_offsets(position_ids, q, k)
         if offsets is not None:
             return _packed(q, k, v, offsets, offsets, q.shape[1], q.shape[1], options), None
         return flash_attention(q, k, v, **options).out, None
-    if attention_mask.dtype == torch.int32 and attention_mask.shape[-1] == 5:
+    if ours and attention_mask.dtype == torch.int32:
         return _padded(q, k, v, attention_mask[:, 0, 0], options), None
-    if attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1):
-        return flash_attention(q, k, v, key_padding_mask=attention_mask[:, 0, 0], **options).out, None
+    if ours or (attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1)):
+        keep = attention_mask[:, 0, 0].bool()
+        k, v = k[:, : keep.shape[1]], v[:, : keep.shape[1]]
+        return flash_attention(q, k, v, key_padding_mask=keep, **options).out, None
     raise NotImplementedError(
         "attn_implementation='rl_attn' takes a 2-D padding mask or none, got a prepared mask of shape "
         f"{list(attention_mask.shape)} and dtype {attention_mask.dtype}"
     )
+
+
+def _is_ours(mask: Tensor) -> bool:
+    """Whether `rl_attn_mask` made it: nobody else's masks are of these types."""
+    if mask.dim() != 4 or mask.shape[1] != 1:
+        return False
+    return mask.dtype == torch.uint8 or (mask.dtype == torch.int32 and mask.shape[-1] in (0, len(COLUMNS)))
 
 
 def _packed_offsets(position_ids: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

@@ -40,23 +40,6 @@ class Step:
     max_seqlen_k: int
 
 
-@dataclass(frozen=True, slots=True)
-class PagedStep:
-    """One layer's view of a step: handed from the cache to the attention function."""
-
-    step: Step
-    k_cache: Tensor
-    v_cache: Tensor
-
-    def attend(self, q: Tensor, options: Mapping[str, Any]) -> Tensor:
-        """Attention of ``q [1, T, Hq, D]`` over the pages: ``[1, T, Hq, Dv]``."""
-        s = self.step
-        return flash_attention_paged(
-            q[0], self.k_cache, self.v_cache, s.cu_seqlens_q, s.seqlens_k, s.block_table, s.max_seqlen_q,
-            s.max_seqlen_k, **options,
-        ).out[None]  # fmt: skip
-
-
 @dataclass(slots=True)
 class _Owned:
     length: int = 0
@@ -186,26 +169,17 @@ class PagedCache(Cache):
         return self._step
 
     def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        layer_idx: int,
-        *args: Any,
-        kwargs: dict[str, Any] | None = None,
-        **unused: Any,
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values ``[1, Hkv, T, D]`` and tell the attention where they are.
-
-        Called by the model's attention layers; `paged_forward` has prepared the step.
+        """Write a layer's new keys and values ``[1, Hkv, T, D]``; called by the model's attention layers.
 
         Raises:
-            RuntimeError: outside of `paged_forward`, or in a model that does not hand its keyword arguments
-                over, without which the attention would see the new tokens alone.
+            RuntimeError: outside of `paged_forward`, which prepares the step.
         """
-        if self._step is None or kwargs is None:
+        if self._step is None:
             raise RuntimeError(
-                "PagedCache must be driven by paged_forward with attn_implementation='rl_attn', in a model "
-                f"whose attention passes kwargs to cache.update; got a direct call for layer {layer_idx}"
+                "PagedCache must be driven by paged_forward with attn_implementation='rl_attn', "
+                f"got a direct update of layer {layer_idx}"
             )
         k, v = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         caches = self._caches[layer_idx]
@@ -214,8 +188,29 @@ class PagedCache(Cache):
             caches = k.new_empty(shapes[0]), v.new_empty(shapes[1])
             self._caches[layer_idx] = caches
         write_kv_cache(k, v, *caches, self._step.slots)
-        kwargs["paged_step"] = PagedStep(self._step, *caches)
         return key_states, value_states
+
+    def attend(self, layer_idx: int, q: Tensor, options: Mapping[str, Any]) -> Tensor:
+        """Attention of a step's queries ``[1, T, Hq, D]`` over a layer's pages: ``[1, T, Hq, Dv]``.
+
+        Raises:
+            RuntimeError: when the layer's new keys were not written first.
+        """
+        step, caches = self._step, self._caches[layer_idx]
+        if step is None or caches is None:
+            raise RuntimeError(
+                f"layer {layer_idx} must update the cache before it attends, got no keys of it"
+            )
+        return flash_attention_paged(
+            q[0],
+            *caches,
+            step.cu_seqlens_q,
+            step.seqlens_k,
+            step.block_table,
+            step.max_seqlen_q,
+            step.max_seqlen_k,
+            **options,
+        ).out[None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Longest sequence; positions are always given explicitly."""
@@ -269,6 +264,7 @@ def paged_forward(
             position_ids=torch.tensor([positions], device=device),
             attention_mask=no_mask,
             **{cache_argument(model): cache},
+            paged_cache=cache,  # models hand unknown arguments on to the attention function
             use_cache=True,
             logits_to_keep=torch.tensor(kept, dtype=torch.int64, device=device),
         ).logits[0]

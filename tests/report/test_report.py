@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -18,9 +16,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rl_attn_plugin.drift import DriftReport, Thresholds, summarize
-from rl_attn_plugin.report import print_report, render_html, write_html, write_json
+from rl_attn_plugin.report import print_report, render_html, write_json
 from rl_attn_plugin.report.words import number, percent, visible
 from tests.report.factory import HOSTILE, run
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def judged(table: object, min_tokens: int = 200) -> DriftReport:
@@ -135,24 +135,31 @@ def test_json_is_the_report(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["drift.json"]
 
 
-@pytest.fixture
-def small_disk() -> Iterator[None]:
-    """Files may not grow beyond 1000 bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, small_disk: None) -> None:
-    table, manifest = run(samples=2)
-    report = judged(table)
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    """In a process of its own, whose files may not grow beyond 1000 bytes: the limit would stop pytest's output too."""
     for name in ("drift.json", "report.html"):
         (tmp_path / name).write_text("old")
-    with pytest.raises(OSError, match="File too large"):
-        write_json(report, tmp_path / "drift.json")
-    with pytest.raises(OSError, match="File too large"):
-        write_html(report, table, manifest, tmp_path / "report.html")
+    code = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from rl_attn_plugin.report import write_html, write_json\n"
+        "from tests.report.factory import run\n"
+        "from tests.report.test_report import judged\n"
+        "table, manifest = run(samples=2)\n"
+        "report, folder = judged(table), Path(sys.argv[1])\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))\n"
+        "for write in (lambda: write_json(report, folder / 'drift.json'),\n"
+        "              lambda: write_html(report, table, manifest, folder / 'report.html')):\n"
+        "    try:\n"
+        "        write()\n"
+        "    except OSError as error:\n"
+        "        print(error.strerror)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines() == ["File too large"] * 2, done.stderr
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         "drift.json": "old",
         "report.html": "old",

@@ -145,4 +145,4 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"page_order must name each of 3 pages once, got \[0, 1, 1\]"):
         PagedCache(3, 3, 4, page_order=[0, 1, 1])
     with pytest.raises(RuntimeError, match="must be driven by paged_forward"):
-        cache.update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0, kwargs={})
+        cache.update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0)
