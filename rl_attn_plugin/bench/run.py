@@ -48,7 +48,7 @@ class BenchConfig:
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
-    rounds: int = 3
+    rounds: int = 5
     budget_ms: float = 60.0
     only: tuple[str, ...] = ()
 

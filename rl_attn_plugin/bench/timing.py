@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 Run = Callable[[], Any]
+_PAUSE = 0.05  # seconds
 
 
 def milliseconds(run: Run, *, budget_ms: float) -> float:
@@ -31,11 +33,19 @@ def milliseconds(run: Run, *, budget_ms: float) -> float:
 
 
 def in_turns(runs: Mapping[str, Run], *, rounds: int, budget_ms: float) -> dict[str, float]:
-    """Median over rounds of each kernel's median; every round times all of them."""
+    """Median over rounds of each kernel's median.
+
+    Every round times all of them, in another order and after a pause: a kernel that reaches the power cap
+    lowers the clock of the one that follows.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            times[name].append(milliseconds(run, budget_ms=budget_ms))
+    names = list(runs)
+    for n in range(rounds):
+        turn = n % len(names) if names else 0
+        for name in names[turn:] + names[:turn]:
+            torch.cuda.synchronize()
+            time.sleep(_PAUSE)
+            times[name].append(milliseconds(runs[name], budget_ms=budget_ms))
     return {name: median(found) for name, found in times.items()}
 
 
