@@ -138,3 +138,53 @@ def test_a_sequence_keeps_its_gradients_in_any_packing(device: torch.device) -> 
     )
     for a, b in zip(together, alone, strict=True):
         assert torch.equal(a[33:83], b)
+
+
+BIG: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window_left": 200},
+    "softcap": {"softcap": 3.0, "window_right": -1},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BIG)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_gradients_over_many_tiles_twenty_times(
+    dim: int, v_dim: int, dtype: torch.dtype, name: str, device: torch.device
+) -> None:
+    """Accuracy where every walk has masked and unmasked blocks, three query heads a group, and no bit moves."""
+    torch.manual_seed(dim)
+    options = make_options(dim, out_dtype=dtype, block_k=32 if max(dim, v_dim) > 128 else 64, **BIG[name])
+    sizes = [(700, 700), (333, 519)]
+    pieces = [
+        tuple(
+            torch.randn(n, h, d, device=device).to(dtype)
+            for n, h, d in ((a, 6, dim), (b, 2, dim), (b, 2, v_dim))
+        )
+        for a, b in sizes
+    ]
+    q, k, v = (torch.cat([p[i] for p in pieces]) for i in range(3))
+    cu = [
+        torch.tensor([0, sizes[0][i], sizes[0][i] + sizes[1][i]], dtype=torch.int32, device=device)
+        for i in (0, 1)
+    ]
+    sinks = torch.randn(6, device=device)
+    dout, dlse = (
+        torch.randn(q.shape[0], 6, v_dim, device=device).to(dtype),
+        torch.randn(6, q.shape[0], device=device),
+    )
+    bounds = [0, 700, 1033]
+    douts = [dout[a:b] for a, b in pairwise(bounds)]
+    dlses = [dlse[:, a:b] for a, b in pairwise(bounds)]
+    layout = Layout(700, 700, *cu)
+    got = gradients(q, k, v, layout, options, sinks, dout, dlse)
+    exact = wanted(pieces, options, sinks, douts, dlses, torch.float64)
+    plain = wanted(pieces, options, sinks, douts, dlses, dtype)
+    for label, g, e, p in zip(("dq", "dk", "dv", "dsinks"), got, exact, plain, strict=True):
+        bound = 2 * error(p, e) + torch.finfo(dtype).eps
+        assert error(g, e) <= bound, (label, error(g, e), bound)
+    for _ in range(20):
+        again = gradients(q, k, v, layout, options, sinks, dout, dlse)
+        assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
