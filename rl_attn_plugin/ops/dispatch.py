@@ -16,6 +16,7 @@ import torch
 from rl_attn_plugin.types import Impl
 
 _log = logging.getLogger("rl_attn_plugin")
+_NAMES = {impl.value: impl for impl in Impl}
 _F = TypeVar("_F", bound=Callable[..., object])
 
 
@@ -43,11 +44,11 @@ def resolve_impl(impl: Impl | str, device: torch.device) -> Impl:
     Raises:
         ValueError: an unknown name, or an explicit choice that cannot be met, with every reason.
     """
-    try:
-        wanted = Impl(impl)
-    except ValueError:
-        names = ", ".join(repr(i.value) for i in Impl)
-        raise ValueError(f"impl must be one of {names}, got {impl!r}") from None
+    wanted = (
+        impl if isinstance(impl, Impl) else _NAMES.get(impl)
+    )  # no Impl(..): torch.compile cannot trace it
+    if wanted is None:
+        raise ValueError(f"impl must be one of {', '.join(map(repr, _NAMES))}, got {impl!r}")
     if wanted is Impl.TRITON:
         reasons = triton_reasons(device)
         if reasons:
@@ -55,7 +56,7 @@ def resolve_impl(impl: Impl | str, device: torch.device) -> Impl:
         return wanted
     if wanted is Impl.TORCH:
         return wanted
-    return Impl(_auto(device.type))
+    return Impl.TRITON if _auto(device.type) == Impl.TRITON.value else Impl.TORCH
 
 
 @_constant_when_traced
