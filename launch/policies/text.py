@@ -77,4 +77,5 @@ def load_text_model(spec: str) -> TextModel:
         config = plugin.load_config(spec)
     except (OSError, ValueError, ImportError) as error:
         raise JobError(f"--model {spec}: {error}") from error
-    return TextModel(spec, spec, int(config.max_position_embeddings), tokenizer)
+    name = "SmolLM2-135M-Instruct" if spec == "smollm2" else spec
+    return TextModel(name, spec, int(config.max_position_embeddings), tokenizer)
