@@ -131,7 +131,8 @@ class KeyGather:
         else:
             picked = _select(source, self._rows)
         if zero_invisible:
-            picked = picked.masked_fill_(~self.visible[..., None, None], 0)
+            unused = (~self.visible).flatten().nonzero()[:, 0]
+            picked.view(-1, heads * dim).index_fill_(0, unused, 0)
         turned = picked.view(dtype).view(*self._shape, heads, dim).permute(0, 3, 1, 2, 4)
         result = torch.empty(turned.shape, dtype=torch.float32, device=source.device).copy_(turned)
         return result if scale is None else result.mul_(scale.float().reshape(-1, 1, 1, 1))
