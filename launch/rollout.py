@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rl_attn_plugin.launch.config import Sampling
 from rl_attn_plugin.launch.policies.base import Policy, Session
+from rl_attn_plugin.logprobs import token_logps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +37,6 @@ class Completion:
 
     tokens: tuple[int, ...]
     finish_reason: str
-
-
-def token_logps(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """fp32 log-prob of ``tokens [N]`` under ``logits [N, V]`` at ``temperature``, without truncation:
-    ``[N]``."""
-    scaled = logits.float() / temperature
-    return torch.log_softmax(scaled, dim=-1).gather(-1, tokens[:, None].long())[:, 0]
 
 
 def draw(logits: Tensor, sampling: Sampling, sample: int, step: int) -> int:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from rl_attn_plugin.integrations.transformers.attention import NAME
 from rl_attn_plugin.integrations.transformers.native_masks import masks_from_positions
 from rl_attn_plugin.integrations.transformers.switch import attention_implementation
+from rl_attn_plugin.logprobs import token_logps
 
 
 def score_packed(
@@ -116,6 +117,5 @@ def _score(
         logits_to_keep=longs(rows),
         **packing,
     ).logits[0]
-    scaled = logits.float() / temperature
-    logps = torch.log_softmax(scaled, dim=-1).gather(-1, longs(targets)[:, None])[:, 0].cpu()
+    logps = token_logps(logits, longs(targets), temperature).cpu()
     return list(logps.split([len(s) - start for s, start in zip(sequences, starts, strict=True)]))

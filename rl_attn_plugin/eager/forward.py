@@ -46,11 +46,11 @@ def attention_forward(
         ``out`` in ``options.out_dtype``, fp32 ``lse`` (``[Hq, T]`` or ``[B, Hq, S]``), and fp32
         ``max_logits`` ``[Hq]`` (``[0]`` unless asked for).
     """
-    dense, paged = layout.cu_seqlens_q is None, layout.block_table is not None
+    dense = layout.cu_seqlens_q is None
     heads, v_dim = q.shape[-2], v.shape[-1]
     every = sequences(q, k, layout, options)
     rows = q.reshape(-1, heads, q.shape[-1])
-    if not paged:
+    if layout.block_table is None:
         k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
     flat_out = q.new_zeros(rows.shape[0], heads, v_dim, dtype=torch.float32)
     flat_lse = q.new_full((rows.shape[0], heads), -torch.inf, dtype=torch.float32)
@@ -59,7 +59,7 @@ def attention_forward(
     groups = heads // k.shape[-2]
     for group in _grouped(every, groups):
         tiles = _Tiles(group, groups, rows.device)
-        result, lse, maximum = _attend(tiles, rows, k, v, layout, options, paged, sinks, k_scale, v_scale)
+        result, lse, maximum = _attend(tiles, rows, k, v, layout, options, sinks, k_scale, v_scale)
         flat_out[tiles.source] = tiles.collect(result)
         flat_lse[tiles.source] = tiles.collect(lse[..., None])[..., 0]
         maxima = torch.maximum(maxima, maximum)
@@ -164,7 +164,6 @@ def _attend(
     v: Tensor,
     layout: Layout,
     options: Options,
-    paged: bool,
     sinks: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
@@ -184,7 +183,7 @@ def _attend(
             continue  # not the first block of a split
         end = min(stop, (begin // per_split + 1) * per_split)
         positions = torch.arange(begin * options.block_k, end * options.block_k, device=rows.device)
-        gather = KeyGather(tiles.group, positions, options.block_k, layout, paged)
+        gather = KeyGather(tiles.group, positions, options.block_k, layout, k.shape[1])
         keys = gather.blocks(k, k_scale, zero_invisible=False)
         values = gather.blocks(v, v_scale, zero_invisible=True)
         state = _fresh(shape, v.shape[-1], queries)

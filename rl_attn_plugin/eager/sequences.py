@@ -72,10 +72,10 @@ def sequences(q: Tensor, k: Tensor, layout: Layout, options: Options) -> list[Se
 
 
 class KeyGather:
-    """Reads keys or values of a group of sequences at absolute positions, in blocks, as fp32."""
+    """Reads keys and values of a group of sequences at absolute positions, in blocks, as fp32."""
 
     def __init__(
-        self, group: list[Sequence], positions: Tensor, block_k: int, layout: Layout, paged: bool
+        self, group: list[Sequence], positions: Tensor, block_k: int, layout: Layout, page_size: int
     ) -> None:
         """Index once for a range of positions.
 
@@ -84,7 +84,7 @@ class KeyGather:
             positions: int64 ``[L]`` absolute key positions, a whole number of blocks.
             block_k: keys a block.
             layout: of the call.
-            paged: whether keys lie in pages.
+            page_size: of a paged call.
         """
         device = positions.device
 
@@ -94,15 +94,20 @@ class KeyGather:
         relative = positions[None, :] - column([s.kv_start for s in group])
         valid = (relative >= 0) & (relative < column([s.num_k for s in group]))
         safe = torch.where(valid, relative, 0)
+        members = column([s.index for s in group])
         self._shape = (len(group), len(positions) // block_k, block_k)
-        self._layout, self._paged = layout, paged
-        self._safe, self._valid, self._group = safe, valid, column([s.index for s in group])
-        if not paged:
+        self._pages: tuple[Tensor, Tensor] | None = None
+        if layout.block_table is not None:
+            # an invalid slot reads page 0 of the cache, never what its table entry happens to hold
+            page = torch.where(valid, layout.block_table[members, safe // page_size], 0).long()
+            self._pages = page, safe % page_size
+            self._rows = page * page_size + safe % page_size
+        else:
             # a sequence without keys has no row of its own: read row 0
             self._rows = torch.where(valid, safe + column([s.k_row for s in group]), 0)
         self.visible = valid  # [n, L]
         if layout.key_padding_mask is not None:
-            self.visible = valid & layout.key_padding_mask[self._group, safe]
+            self.visible = valid & layout.key_padding_mask[members, safe]
 
     def blocks(self, source: Tensor, scale: Tensor | None, *, zero_invisible: bool) -> Tensor:
         """fp32 ``[n, Hkv, blocks, block_k, D]``, contiguous.
@@ -117,26 +122,16 @@ class KeyGather:
         dtype = source.dtype
         if dtype == torch.float8_e4m3fn:  # CPU cannot index or fill float8; its zero is the zero byte
             source = source.view(torch.uint8)
-        if self._paged:
-            table, size = self._layout.block_table, source.shape[1]
-            assert table is not None
-            # an invalid slot reads page 0 of the cache, never what its table entry happens to hold
-            page = torch.where(self._valid, table[self._group, self._safe // size], 0).long()
-            if source.stride(0) == size * source.stride(1):  # rows copy much faster than pairs of indices
-                picked = _select(source.flatten(0, 1), page * size + self._safe % size)
-            else:
-                picked = source[page, self._safe % size]
+        if self._pages is not None and source.stride(0) != source.shape[1] * source.stride(1):
+            picked = source[self._pages]  # pages that are no view of one row after another
         elif source.shape[0] == 0:
-            picked = source.new_zeros(*self._safe.shape, heads, dim)
-        else:
-            picked = _select(source, self._rows)
+            picked = source.new_zeros(*self._rows.shape, heads, dim)
+        else:  # rows copy much faster than pairs of indices
+            rows = source if self._pages is None else source.flatten(0, 1)
+            picked = rows.index_select(0, self._rows.flatten()).view(*self._rows.shape, heads, dim)
         if zero_invisible:
             unused = (~self.visible).flatten().nonzero()[:, 0]
             picked.view(-1, heads * dim).index_fill_(0, unused, 0)
         turned = picked.view(dtype).view(*self._shape, heads, dim).permute(0, 3, 1, 2, 4)
         result = torch.empty(turned.shape, dtype=torch.float32, device=source.device).copy_(turned)
         return result if scale is None else result.mul_(scale.float().reshape(-1, 1, 1, 1))
-
-
-def _select(rows: Tensor, index: Tensor) -> Tensor:
-    return rows.index_select(0, index.flatten()).view(*index.shape, *rows.shape[1:])

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
 
 from rl_attn_plugin import Schedule, flash_attention, flash_attention_varlen, merge_attention
 from rl_attn_plugin.reference import attention_reference
+from tests.tensors import ints, offsets
 
 SMALL_SPLITS = Schedule(block_k=16, split_k=64)
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def offsets(lengths: list[int]) -> Tensor:
-    return ints(*itertools.accumulate(lengths, initial=0))
 
 
 def leaf(*shape: int, dtype: torch.dtype) -> Tensor:

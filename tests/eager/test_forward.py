@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 
@@ -19,17 +18,10 @@ from rl_attn_plugin import (
     write_kv_cache,
 )
 from rl_attn_plugin.reference import attention_reference
+from tests.tensors import ints, offsets
 
 SMALL_SPLITS = Schedule(block_k=16, split_k=64)  # several splits within test lengths
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def offsets(lengths: list[int]) -> Tensor:
-    return ints(*itertools.accumulate(lengths, initial=0))
 
 
 def make(

@@ -19,11 +19,7 @@ from rl_attn_plugin import (
 )
 from rl_attn_plugin.ops import contracts
 from rl_attn_plugin.types import Layout, Options
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
+from tests.tensors import ints
 
 OPTIONS = Options(0.25, -1, 0, False, 0.0, 16, 64, torch.float32, True)
 

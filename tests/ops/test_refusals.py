@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from rl_attn_plugin import (
     FlashAttention,
@@ -21,10 +20,7 @@ from rl_attn_plugin import (
     plan_paged,
     write_kv_cache,
 )
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+from tests.tensors import ints
 
 
 def dense(**changes: Any) -> Any:
