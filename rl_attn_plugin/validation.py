@@ -278,23 +278,53 @@ def check_rope(why: Reasons, x: Tensor, rope: Rope, name: str = "x") -> None:
             x.device,
             values.device,
         )
-    positions = rope.positions
+    why.need(
+        shape(rope.cos) == shape(rope.sin),
+        "rope.cos and rope.sin must have equal shapes, got {} and {}",
+        shape(rope.cos),
+        shape(rope.sin),
+    )
+    _check_positions(why, "positions", rope.positions, x, name, rope.cos.shape[0])
+
+
+def check_key_positions(why: Reasons, k: Tensor, rope: Rope) -> None:
+    """Positions for keys that the call rotates: the queries', or ones of their own."""
+    if rope.positions_k is not None:
+        _check_positions(why, "positions_k", rope.positions_k, k, "k", rope.cos.shape[0])
+        return
+    why.need(
+        shape(rope.positions) == shape(k)[:-2],
+        "rope.positions_k must be given where k's token shape {} is not that of rope.positions {}, got None",
+        shape(k)[:-2],
+        shape(rope.positions),
+    )
+
+
+def _check_positions(why: Reasons, field: str, positions: Tensor, x: Tensor, name: str, rows: int) -> None:
     why.need(
         positions.dtype in (torch.int32, torch.int64),
-        "rope.positions must be int32 or int64, got {}",
+        "rope.{} must be int32 or int64, got {}",
+        field,
         positions.dtype,
     )
     why.need(
         positions.device == x.device,
-        "rope.positions must be on {}'s device {}, got {}",
+        "rope.{} must be on {}'s device {}, got {}",
+        field,
         name,
         x.device,
         positions.device,
     )
     why.need(
         shape(positions) == shape(x)[:-2],
-        "rope.positions must have {}'s token shape {}, got {}",
+        "rope.{} must have {}'s token shape {}, got {}",
+        field,
         name,
         shape(x)[:-2],
         shape(positions),
     )
+    if os.environ.get("RL_ATTN_DEBUG") == "1" and positions.numel():
+        low, high = (int(value) for value in positions.aminmax())
+        why.need(
+            low >= 0 and high < rows, "rope.{} must lie in [0, {}), got {} to {}", field, rows, low, high
+        )

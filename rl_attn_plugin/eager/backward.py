@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rl_attn_plugin.eager.rope import turn
 from rl_attn_plugin.eager.sequences import Sequence, sequences
-from rl_attn_plugin.types import Layout, Options
+from rl_attn_plugin.types import Layout, Options, Rope
 
 _QUERY_CHUNK = 512  # bounds the score matrix held at once
 
@@ -27,6 +28,7 @@ def attention_backward(
     options: Options,
     *,
     sinks: Tensor | None,
+    rope: Rope | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of ``(out, lse)`` with respect to q, k, v and sinks.
 
@@ -42,12 +44,15 @@ def attention_backward(
         layout: of the forward, dense or packed.
         options: of the forward.
         sinks: ``[Hq]`` or None.
+        rope: of the forward; q and k are not rotated yet.
 
     Returns:
         dq, dk, dv like q, k, v, and dsinks like sinks.
     """
     dense = layout.cu_seqlens_q is None
     heads, kv_heads = q.shape[-2], k.shape[-2]
+    if rope is not None:
+        q, k = turn(q, rope, rope.positions), turn(k, rope, rope.positions_k)
 
     def rows(x: Tensor) -> Tensor:
         return x.reshape(-1, *x.shape[-2:])
@@ -92,9 +97,12 @@ def attention_backward(
             dk[keys] += torch.bmm(ds.transpose(1, 2), query).transpose(0, 1)
             back = torch.bmm(ds, key).view(kv_heads, heads // kv_heads, -1, q.shape[-1])  # [Hkv, G, n, D]
             dq[chunk] = back.permute(2, 0, 1, 3).flatten(1, 2)
+    dq, dk = dq.to(q.dtype).view(q.shape), dk.to(k.dtype).view(k.shape)
+    if rope is not None:
+        dq, dk = (turn(x, rope, at, inverse=True) for x, at in ((dq, rope.positions), (dk, rope.positions_k)))
     return (
-        dq.to(q.dtype).view(q.shape),
-        dk.to(k.dtype).view(k.shape),
+        dq,
+        dk,
         dv.to(v.dtype).view(v.shape),
         None if dsinks is None or sinks is None else dsinks.to(sinks.dtype),
     )

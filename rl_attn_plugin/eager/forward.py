@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rl_attn_plugin.eager.rope import turn
 from rl_attn_plugin.eager.sequences import KeyGather, Sequence, sequences
-from rl_attn_plugin.types import Layout, Options, PagedPlan
+from rl_attn_plugin.types import Layout, Options, PagedPlan, Rope
 
 # Rows of one query tile. A position takes as many of them as its group has heads, rounded up to a power of
 # two. Small, because a decode step has one position a sequence and pays for the rest.
@@ -37,6 +38,7 @@ def attention_forward(
     v_scale: Tensor | None,
     out: Tensor | None,
     plan: PagedPlan | None,
+    rope: Rope | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention by the schedule; see `rl_attn_plugin.types` for the meaning of every argument.
 
@@ -47,6 +49,9 @@ def attention_forward(
         ``max_logits`` ``[Hq]`` (``[0]`` unless asked for).
     """
     dense = layout.cu_seqlens_q is None
+    if rope is not None:
+        q = turn(q, rope, rope.positions)
+        k = turn(k, rope, rope.positions_k) if layout.block_table is None else k
     heads, v_dim = q.shape[-2], v.shape[-1]
     every = sequences(q, k, layout, options)
     rows = q.reshape(-1, heads, q.shape[-1])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rl_attn_plugin.types import Rope
+
 
 def apply_rope(
     x: Tensor,
@@ -39,3 +41,11 @@ def apply_rope(
         first, second = turning[..., :half], turning[..., half:]
         turned = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
     return torch.cat((turned.to(x.dtype), rest), dim=-1)
+
+
+def turn(x: Tensor, rope: Rope, positions: Tensor | None, *, inverse: bool = False) -> Tensor:
+    """``x`` rotated by a resolved `Rope`, at other positions than its own."""
+    assert positions is not None and rope.rotary_dim is not None
+    return apply_rope(
+        x, rope.cos, rope.sin, positions, interleaved=rope.interleaved, rotary_dim=rope.rotary_dim, inverse=inverse
+    )  # fmt: skip

@@ -15,6 +15,7 @@ from torch import Tensor
 from rl_attn_plugin.kernels import schedule
 from rl_attn_plugin.kernels.forward import call_arguments, is_wide, strides
 from rl_attn_plugin.kernels.launch import launch
+from rl_attn_plugin.kernels.rope import rope_arguments, turn, turn_back
 from rl_attn_plugin.kernels.tiles import (
     DENSE,
     LOG2_E,
@@ -26,7 +27,7 @@ from rl_attn_plugin.kernels.tiles import (
     load_rows,
     visible_keys,
 )
-from rl_attn_plugin.types import Layout, Options
+from rl_attn_plugin.types import Layout, Options, Rope
 
 _LENGTHS = ["kv_heads", "batch", "total", "seq_q", "seq_k", "tiles", "steps", "left", "right"]
 _ROWS = 64  # rows of a program of the two row-wise kernels
@@ -168,14 +169,15 @@ def _walk_queries(
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def backward_kv_kernel(
-    Q, K, V, DOut, RowLse, Delta, DK, DV_, CuQ, CuK, UsedQ, UsedK, KvStart, Keep,
+    Q, K, V, DOut, RowLse, Delta, DK, DV_, CuQ, CuK, UsedQ, UsedK, KvStart, Keep, Cos, Sin, Places,
     scale, inner, scale_log2, kv_heads, batch, total, total_k, seq_q, seq_k, tiles, steps, left, right,
     q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, dout_b, dout_t, dout_h, dout_d,
     dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, stat_b, stat_h, keep_b, keep_t,
+    cos_p, cos_d, sin_p, sin_d, places_b, places_t,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, MODE: tl.constexpr, TOP_LEFT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FACTOR: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys of one kv head."""
     # causal: the first keys have the most queries; every head's heaviest tile starts before any light one
@@ -258,7 +260,14 @@ def backward_kv_kernel(
 
     d = tl.arange(0, BLOCK_D)
     target = DK + batch_index * dk_b + head64 * dk_h + (token * dk_t)[:, None] + d[None, :]
-    tl.store(target, (dk * scale).to(DK.dtype.element_ty), mask=stored[:, None] & (d < D)[None, :])
+    dk = dk * scale
+    if HALF:
+        place = tl.load(Places + batch_index * places_b + token * places_t, mask=stored, other=0)
+        dk = turn_back(
+            dk, stored, place, Cos, Sin, cos_p, cos_d, sin_p, sin_d, DK.dtype.element_ty,
+            HALF, BLOCK_D, INTERLEAVED, BLOCK_N,
+        )  # fmt: skip
+    tl.store(target, dk.to(DK.dtype.element_ty), mask=stored[:, None] & (d < D)[None, :])
     d = tl.arange(0, BLOCK_DV)
     target = DV_ + batch_index * dv_b + head64 * dv_h + (token * dv_t)[:, None] + d[None, :]
     tl.store(target, dv.to(DV_.dtype.element_ty), mask=stored[:, None] & (d < DV)[None, :])
@@ -296,14 +305,15 @@ def _walk_keys(
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def backward_q_kernel(
-    Q, K, V, DOut, RowLse, Delta, DQ, CuQ, CuK, UsedQ, UsedK, KvStart, Keep,
+    Q, K, V, DOut, RowLse, Delta, DQ, CuQ, CuK, UsedQ, UsedK, KvStart, Keep, Cos, Sin, Places,
     scale, inner, scale_log2, kv_heads, batch, total, seq_q, seq_k, tiles, steps, left, right,
     q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, dout_b, dout_t, dout_h, dout_d,
     dq_b, dq_t, dq_h, stat_b, stat_h, keep_b, keep_t,
+    cos_p, cos_d, sin_p, sin_d, places_b, places_t,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, MODE: tl.constexpr, TOP_LEFT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FACTOR: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of query rows of one kv head."""
     per_head = tl.num_programs(0) // kv_heads
@@ -380,9 +390,16 @@ def backward_q_kernel(
             right, inner, scale_log2, k_t, k_d, v_t, v_d, keep_t,
             False, HAS_LEFT, HAS_RIGHT, SOFTCAP, FACTOR, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, WIDE, STAGES,
         )  # fmt: skip
+    dq = dq * scale
+    if HALF:
+        place = tl.load(Places + batch_index * places_b + token * places_t, mask=real, other=0)
+        dq = turn_back(
+            dq, real, place, Cos, Sin, cos_p, cos_d, sin_p, sin_d, DQ.dtype.element_ty,
+            HALF, BLOCK_D, INTERLEAVED, BLOCK_M,
+        )  # fmt: skip
     d = tl.arange(0, BLOCK_D)
     target = DQ + batch_index * dq_b + (token * dq_t + heads * dq_h)[:, None] + d[None, :]
-    tl.store(target, (dq * scale).to(DQ.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
+    tl.store(target, dq.to(DQ.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
 
 
 def attention_backward(
@@ -397,6 +414,7 @@ def attention_backward(
     options: Options,
     *,
     sinks: Tensor | None,
+    rope: Rope | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of ``(out, lse)``; rows and keys outside every sequence get 0.
 
@@ -411,6 +429,7 @@ def attention_backward(
         layout: of the forward.
         options: of the forward.
         sinks: of the forward.
+        rope: of the forward; q and k are not rotated yet, and dq and dk are turned back as they are stored.
 
     Returns:
         dq, dk, dv in the dtypes of q, k, v, and dsinks or None.
@@ -425,6 +444,8 @@ def attention_backward(
     if batch == 0 or q.numel() == 0 or k.numel() == 0:
         if sinks is None or dlse is None or batch == 0 or q.numel() == 0:
             return dq.zero_(), dk.zero_(), dv.zero_(), dsinks
+    if rope is not None:
+        q, k = turn(q, rope, rope.positions), turn(k, rope, rope.positions_k)
     rows = q.shape[1] if dense else q.shape[0]
     lse = lse.contiguous()
     row_lse, delta = torch.empty(2, lse.numel(), dtype=torch.float32, device=q.device)
@@ -467,8 +488,10 @@ def attention_backward(
             tiles, mode = 1, 2
             units = k.shape[0] if on_keys else q.shape[0] * heads // kv_heads
             programs = units // size + batch + 2
+        places = None if rope is None else rope.positions_k if on_keys else rope.positions
         more = {
             "BLOCK_M": shape.rows, "BLOCK_N": shape.keys, "STAGES": shape.stages, "MODE": mode, "tiles": tiles,
+            **rope_arguments(rope, places),
         }  # fmt: skip
         launch(kernel, (programs * kv_heads,), arguments | more, warps=shape.warps, stages=shape.stages)
     return dq, dk, dv, dsinks

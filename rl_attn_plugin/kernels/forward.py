@@ -13,6 +13,7 @@ from torch import Tensor
 from rl_attn_plugin.kernels import schedule
 from rl_attn_plugin.kernels.combine import combine_splits
 from rl_attn_plugin.kernels.launch import launch
+from rl_attn_plugin.kernels.rope import load_turned_rows, rope_arguments, turn
 from rl_attn_plugin.kernels.tiles import (
     DENSE,
     DIRECT,
@@ -33,7 +34,7 @@ from rl_attn_plugin.kernels.tiles import (
     store_padding,
     visible_keys,
 )
-from rl_attn_plugin.types import Layout, Options, PagedPlan
+from rl_attn_plugin.types import Layout, Options, PagedPlan, Rope
 
 
 @triton.jit
@@ -110,15 +111,15 @@ _LENGTHS = ["kv_heads", "batch", "total", "seq_q", "seq_k", "tiles", "steps", "l
 @triton.jit(do_not_specialize=_LENGTHS)
 def forward_kernel(
     Q, K, V, Out, Lse, RowMax, StateAcc, StateM, StateL, Sinks, KScale, VScale,
-    CuQ, CuK, UsedQ, UsedK, KvStart, Table, Keep, Work,
+    CuQ, CuK, UsedQ, UsedK, KvStart, Table, Keep, Work, Cos, Sin, Places,
     inner, scale_log2, kv_heads, batch, total, seq_q, seq_k, tiles, steps, left, right, split,
     q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, out_b, out_t, out_h, out_d, lse_b, lse_h,
-    table_b, keep_b, keep_t, k_scale_h, v_scale_h,
+    table_b, keep_b, keep_t, k_scale_h, v_scale_h, cos_p, cos_d, sin_p, sin_d, places_b, places_t,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     SAME: tl.constexpr, WIDE: tl.constexpr, MODE: tl.constexpr, GRID: tl.constexpr, HEAD_FAST: tl.constexpr,
     TOP_LEFT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FACTOR: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows of one kv head, over all its splits, or over one of them (``GRID``)."""
     pid = tl.program_id(0)
@@ -198,9 +199,16 @@ def forward_kernel(
     batch_index = sequence if MODE == DENSE else 0 * sequence
 
     compute = tl.float32 if UPCAST else Q.dtype.element_ty
-    q = load_rows(
-        Q + batch_index * q_b, token * q_t + heads * q_h, q_d, real, D, BLOCK_D, True, True, compute
-    )
+    if HALF:
+        place = tl.load(Places + batch_index * places_b + token * places_t, mask=real, other=0)
+        q = load_turned_rows(
+            Q + batch_index * q_b, token * q_t + heads * q_h, q_d, real, place, Cos, Sin, cos_p, cos_d, sin_p, sin_d,
+            HALF, D, BLOCK_D, INTERLEAVED, False,
+        ).to(compute)  # fmt: skip
+    else:
+        q = load_rows(
+            Q + batch_index * q_b, token * q_t + heads * q_h, q_d, real, D, BLOCK_D, True, True, compute
+        )
     head64 = head.to(tl.int64)
     if PAGE > 0:  # the batch stride of a cache is that of its pages
         K += head64 * k_h
@@ -299,6 +307,7 @@ def attention_forward(
     v_scale: Tensor | None,
     out: Tensor | None,
     plan: PagedPlan | None,
+    rope: Rope | None = None,
     tuning: schedule.Tuning = _NO_TUNING,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention by the schedule; see `rl_attn_plugin.types` for the meaning of every argument.
@@ -314,6 +323,7 @@ def attention_forward(
         v_scale: as k_scale.
         out: where to write, any strides, or None.
         plan: from `rl_attn_plugin.kernels.schedule.plan_paged`, or None.
+        rope: rotate q as it is loaded, and k (but not a cache) before; resolved, see `contracts`.
         tuning: choices that do not change bits, for tests and benchmarks.
 
     Returns:
@@ -336,6 +346,8 @@ def attention_forward(
         lse.fill_(-math.inf)
         return out, lse, lse.new_full((heads,), -math.inf) if options.return_max_logits else nothing
 
+    if rope is not None and not paged:
+        k = turn(k, rope, rope.positions_k)
     shape = schedule.plan_launch(
         layout, batch=batch, total=total, group=group, kv_heads=kv_heads, dim=dim, v_dim=v_dim, dtype=q.dtype,
         window=(options.window_left, options.window_right), split=options.split_k, device=q.device, tuning=tuning,
@@ -348,6 +360,7 @@ def attention_forward(
         "PAGE": k.shape[1] if paged else 0, "split": options.split_k, "tiles": shape.tiles,
         "BLOCK_M": shape.tile.rows, "BLOCK_N": options.block_k, "MODE": shape.mode, "GRID": False,
         "HEAD_FAST": False, "STAGES": shape.tile.stages,
+        **rope_arguments(rope, None if rope is None else rope.positions),
     }  # fmt: skip
     warps, stages = shape.tile.warps, shape.tile.stages
     if plan is not None and plan.work is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from rl_attn_plugin import validation
 from rl_attn_plugin.ops import contracts
 from rl_attn_plugin.ops.dispatch import arch, resolve_impl
-from rl_attn_plugin.ops.rope import rotate
+from rl_attn_plugin.ops.rope import resolved
 from rl_attn_plugin.types import (
     AttentionOutput,
     CausalAlignment,
@@ -57,7 +57,7 @@ def flash_attention(
         key_padding_mask: bool ``[B, Sk]``, True = keep. For left padding prefer offsets and lengths
             (`flash_attention_varlen`), which keep the bits of the unpadded call.
         causal_alignment: where the diagonal starts when Sq != Sk.
-        rope: rotate q and k first.
+        rope: rotate q and k first: the same bits as `apply_rope` before, without its copy of q.
         out_dtype: dtype of ``out``, default q's; float32 gives partials fit for merging.
         return_max_logits: fill ``max_logits``.
         impl: ``"auto"``, ``"triton"`` or ``"torch"``; an explicit one never falls back.
@@ -300,14 +300,15 @@ def _attend(
         out_dtype=out_dtype,
     )  # fmt: skip
     validation.check_lengths(why, q, k, layout)
+    paged = layout.block_table is not None
     if rope is not None:
         validation.check_rope(why, q, rope, "q")
+        if not paged:
+            validation.check_key_positions(why, k, rope)
     why.done()
 
     chosen = resolve_impl(impl, q.device)
     schedule = schedule or default_schedule(q.shape[-1], v.shape[-1], q.dtype, arch(q.device))
-    if rope is not None:
-        q, k = rotate(q, k, rope, paged=layout.block_table is not None, impl=chosen)
     left, right = window
     if causal:
         right = 0
@@ -323,7 +324,8 @@ def _attend(
         return_max_logits=return_max_logits,
     )
     arguments = (
-        q, k, v, sinks, *contracts.layout_arguments(layout), k_scale, v_scale,
+        q, k, v, sinks, *contracts.layout_arguments(layout),
+        *contracts.rope_arguments(None if rope is None else resolved(rope, q.shape[-1])), k_scale, v_scale,
         None if plan is None else plan.work, 0 if plan is None else plan.num_slots,
         *contracts.option_arguments(options, chosen.value),
     )  # fmt: skip

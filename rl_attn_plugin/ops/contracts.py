@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_attn_plugin.ops.dispatch import implementation
-from rl_attn_plugin.types import Layout, Options, PagedPlan
+from rl_attn_plugin.types import Layout, Options, PagedPlan, Rope
 
 _LAYOUT = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? kv_start, "
@@ -18,22 +18,26 @@ _OPTIONS = (
     "float scale, SymInt window_left, SymInt window_right, bool top_left, float softcap, SymInt block_k, "
     "SymInt split_k, ScalarType out_dtype, bool return_max_logits, str impl"
 )
+_ROPE = (
+    "Tensor? rope_cos, Tensor? rope_sin, Tensor? rope_positions, Tensor? rope_positions_k, bool rope_interleaved, "
+    "SymInt rope_dim"
+)
 _PAGED = "Tensor? k_scale, Tensor? v_scale, Tensor? plan_work, SymInt plan_slots"
 
 torch.library.define(
     "rl_attn::attention_forward",
-    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_LAYOUT}, {_PAGED}, {_OPTIONS})"
+    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_LAYOUT}, {_ROPE}, {_PAGED}, {_OPTIONS})"
     " -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "rl_attn::attention_forward_out",
-    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_LAYOUT}, {_PAGED}, {_OPTIONS}, Tensor(a!) out)"
+    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_LAYOUT}, {_ROPE}, {_PAGED}, {_OPTIONS}, Tensor(a!) out)"
     " -> (Tensor, Tensor)",
 )
 torch.library.define(
     "rl_attn::attention_backward",
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sinks, "
-    f"{_LAYOUT}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"{_LAYOUT}, {_ROPE}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define("rl_attn::merge_attention", "(Tensor outs, Tensor lses, str impl) -> (Tensor, Tensor)")
 torch.library.define(
@@ -47,7 +51,7 @@ torch.library.define(
     "str impl) -> Tensor",
 )
 
-_NUM_LAYOUT, _NUM_PAGED, _NUM_OPTIONS = 9, 4, 10
+_NUM_LAYOUT, _NUM_ROPE, _NUM_PAGED, _NUM_OPTIONS = 9, 6, 4, 10
 
 
 def layout_arguments(layout: Layout) -> tuple[Any, ...]:
@@ -63,6 +67,13 @@ def layout_arguments(layout: Layout) -> tuple[Any, ...]:
         layout.max_seqlen_q,
         layout.max_seqlen_k,
     )
+
+
+def rope_arguments(rope: Rope | None) -> tuple[Any, ...]:
+    """A resolved rotation as the schema's arguments; ``rope_dim`` 0 is none."""
+    if rope is None:
+        return None, None, None, None, False, 0
+    return rope.cos, rope.sin, rope.positions, rope.positions_k, rope.interleaved, rope.rotary_dim
 
 
 def option_arguments(options: Options, impl: str) -> tuple[Any, ...]:
@@ -86,16 +97,21 @@ def _layout(arguments: tuple[Any, ...]) -> Layout:
     return Layout(max_q, max_k, cu_q, cu_k, used_q, used_k, kv_start, table, mask)
 
 
+def _rope(arguments: tuple[Any, ...]) -> Rope | None:
+    cos, sin, positions, positions_k, interleaved, rotary_dim = arguments
+    return Rope(cos, sin, positions, interleaved, rotary_dim, positions_k) if rotary_dim else None
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rest: tuple[Any, ...], out: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    layout = _layout(rest[:_NUM_LAYOUT])
-    k_scale, v_scale, work, slots = rest[_NUM_LAYOUT : _NUM_LAYOUT + _NUM_PAGED]
-    *options, impl = rest[-_NUM_OPTIONS:]
+    layout, rest = _layout(rest[:_NUM_LAYOUT]), rest[_NUM_LAYOUT:]
+    rope, rest = _rope(rest[:_NUM_ROPE]), rest[_NUM_ROPE:]
+    k_scale, v_scale, work, slots, *options, impl = rest
     plan = None if work is None else PagedPlan(work, slots)
     result: tuple[Tensor, Tensor, Tensor] = implementation(impl, "forward").attention_forward(
-        q, k, v, layout, Options(*options), sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out, plan=plan
-    )
+        q, k, v, layout, Options(*options), sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out, plan=plan, rope=rope
+    )  # fmt: skip
     return result
 
 
@@ -126,9 +142,10 @@ def _attention_backward(
     sinks: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *options, impl = rest[-_NUM_OPTIONS:]
+    layout, rest = _layout(rest[:_NUM_LAYOUT]), rest[_NUM_LAYOUT:]
+    rope, (*options, impl) = _rope(rest[:_NUM_ROPE]), rest[_NUM_ROPE:]
     dq, dk, dv, dsinks = implementation(impl, "backward").attention_backward(
-        dout, dlse, q, k, v, out, lse, _layout(rest[:_NUM_LAYOUT]), Options(*options), sinks=sinks
+        dout, dlse, q, k, v, out, lse, layout, Options(*options), sinks=sinks, rope=rope
     )
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
@@ -174,22 +191,22 @@ def _attention_backward_fake(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, sinks, *rest = inputs
-    layout = rest[:_NUM_LAYOUT]
-    tensors, bounds = layout[:-2], layout[-2:]
+    layout, rope = rest[:_NUM_LAYOUT], rest[_NUM_LAYOUT : _NUM_LAYOUT + _NUM_ROPE]
     out, lse, max_logits = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(max_logits)
-    ctx.save_for_backward(q, k, v, out, lse, sinks, *tensors)
-    ctx.bounds, ctx.options = bounds, rest[-_NUM_OPTIONS:]
+    ctx.save_for_backward(q, k, v, out, lse, sinks, *layout[:-2], *rope[:-2])
+    ctx.bounds, ctx.turning, ctx.options = layout[-2:], rope[-2:], rest[-_NUM_OPTIONS:]
 
 
 def _attention_gradient(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
-    if tensors[5] is not None:
+    layout, rope = tensors[: _NUM_LAYOUT - 2], tensors[_NUM_LAYOUT - 2 :]
+    if layout[5] is not None:
         raise NotImplementedError("paged attention is forward only: train with flash_attention_varlen")
-    nothing = (None,) * (_NUM_LAYOUT + _NUM_PAGED + _NUM_OPTIONS)
+    nothing = (None,) * (_NUM_LAYOUT + _NUM_ROPE + _NUM_PAGED + _NUM_OPTIONS)
     if dout is None and dlse is None:
         return (None, None, None, None, *nothing)
     dq, dk, dv, dsinks = torch.ops.rl_attn.attention_backward(
@@ -201,8 +218,10 @@ def _attention_gradient(
         out,
         lse,
         sinks,
-        *tensors,
+        *layout,
         *ctx.bounds,
+        *rope,
+        *ctx.turning,
         *ctx.options,
     )
     return (dq, dk, dv, None if sinks is None else dsinks, *nothing)

@@ -28,23 +28,18 @@ def apply_rope(x: Tensor, rope: Rope, *, impl: Impl | str = Impl.AUTO) -> Tensor
     if why.need(x.dim() in (3, 4), "x must be [T, H, D] or [B, S, H, D], got {}", validation.shape(x)):
         validation.check_rope(why, x, rope)
     why.done()
-    rotary = x.shape[-1] if rope.rotary_dim is None else rope.rotary_dim
+    rope = resolved(rope, x.shape[-1])
     chosen = resolve_impl(impl, x.device)
     result: Tensor = torch.ops.rl_attn.apply_rope(
-        x, rope.cos, rope.sin, rope.positions, rope.interleaved, rotary, False, chosen.value
+        x, rope.cos, rope.sin, rope.positions, rope.interleaved, rope.rotary_dim, False, chosen.value
     )
     return result
 
 
-def rotate(q: Tensor, k: Tensor, rope: Rope, *, paged: bool, impl: Impl) -> tuple[Tensor, Tensor]:
-    """q and, unless it lies rotated in a cache, k, rotated before attention."""
-    turned = apply_rope(q, rope, impl=impl)
-    if paged:
-        return turned, k
-    positions_k = rope.positions if rope.positions_k is None else rope.positions_k
-    if positions_k.shape != k.shape[:-2]:
-        raise ValueError(
-            f"rope.positions_k must have k's token shape {list(k.shape[:-2])} where it differs from q's, "
-            f"got {list(positions_k.shape)}"
-        )
-    return turned, apply_rope(k, replace(rope, positions=positions_k), impl=impl)
+def resolved(rope: Rope, dim: int) -> Rope:
+    """``rope`` with no None in it."""
+    return replace(
+        rope,
+        rotary_dim=dim if rope.rotary_dim is None else rope.rotary_dim,
+        positions_k=rope.positions if rope.positions_k is None else rope.positions_k,
+    )

@@ -25,7 +25,7 @@ TARGETS = {
 _FP32_POINTERS = {"Lse", "RowMax", "StateAcc", "StateM", "StateL", "Delta", "DLse", "RowLse", "DSinks",
                   "Cos", "Sin", "KScale", "VScale",
                   "Sinks", "Lses", "Partial"}  # fmt: skip
-_INT_POINTERS = {"CuQ", "CuK", "UsedQ", "UsedK", "KvStart", "Table", "Work", "Positions", "Slots"}
+_INT_POINTERS = {"CuQ", "CuK", "UsedQ", "UsedK", "KvStart", "Table", "Work", "Places", "Slots"}
 _FLOATS = {"inner", "scale_log2", "scale"}
 
 
@@ -89,13 +89,14 @@ def forward_constants(**given: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
         "RowMax": None, "StateAcc": None, "StateM": None, "StateL": None, "Sinks": None, "KScale": None, "VScale": None,
         "CuQ": None, "CuK": None, "UsedQ": None, "UsedK": None, "KvStart": None, "Table": None, "Keep": None, "Work": None,
+        "Cos": None, "Sin": None, "Places": None, "HALF": 0, "INTERLEAVED": False,
         "q_d": 1, "k_d": 1, "v_d": 1, "out_d": 1,
         "G": 4, "D": 128, "DV": 128, "BLOCK_D": 128, "BLOCK_DV": 128, "BLOCK_M": 128, "BLOCK_N": 64,
         "PAGE": 0, "MODE": 0, "GRID": False, "HEAD_FAST": False, "TOP_LEFT": False, "HAS_LEFT": False,
         "HAS_RIGHT": True, "SOFTCAP": False, "FACTOR": 1, "SAME": True, "WIDE": False, "STAGES": 3,
     }  # fmt: skip
     for name in ("CuQ", "CuK", "UsedQ", "UsedK", "KvStart", "Table", "Keep", "Work", "Sinks", "RowMax", "KScale", "VScale",
-                 "StateAcc", "StateM", "StateL"):  # fmt: skip
+                 "StateAcc", "StateM", "StateL", "Cos", "Sin", "Places"):  # fmt: skip
         if given.pop(name, None):
             del base[name]
     return base | given
@@ -143,22 +144,15 @@ def cases() -> dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]]:
         "BLOCK_DV": 128,
         "PAGE": 16,
     }
-    turning = {
-        "x_d": 1,
-        "cos_d": 1,
-        "sin_d": 1,
-        "HALF": 64,
-        "D": 128,
-        "BLOCK_HALF": 64,
-        "BLOCK_D": 128,
-        "INVERSE": False,
-    }
+    rope = {"Cos": 1, "Sin": 1, "Places": 1, "HALF": 64, "cos_d": 1, "sin_d": 1}
+    turning = {"x_d": 1, "cos_d": 1, "sin_d": 1, "D": 128, "BLOCK_D": 128, "ROWS": 32, "INVERSE": False}
     return {
         "forward-dense": (forward_kernel, forward_constants(), "bf16", options(8, 3)),
         "forward-dense-64": (forward_kernel, forward_constants(BLOCK_M=64), "bf16", options(4, 3)),
         "forward-masked": (forward_kernel, forward_constants(Keep=1, HAS_RIGHT=False), "bf16", options(8, 3)),
         "forward-packed": (forward_kernel, forward_constants(**packed), "bf16", options(8, 3)),
         "forward-packed-all": (forward_kernel, forward_constants(**packed, **everything), "fp16", options(8, 3)),
+        "forward-packed-rope": (forward_kernel, forward_constants(**packed, **rope), "bf16", options(8, 3)),
         "forward-packed-192": (forward_kernel, forward_constants(**packed, **wide), "bf16", options(8, 3)),
         "forward-packed-96": (forward_kernel, forward_constants(**packed, D=96, DV=80), "bf16", options(8, 3)),
         "forward-fp32": (forward_kernel, forward_constants(**packed, BLOCK_M=16, STAGES=1), "fp32", options(4, 1)),
@@ -183,14 +177,16 @@ def cases() -> dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]]:
         ),
         "merge": (merge_kernel, {"outs_d": 1, "lses_t": 1, "DV": 128, "BLOCK_DV": 128, "ROWS": 16}, "bf16", options(4, 1)),
         "write": (write_kernel, writing | {"KScale": None, "VScale": None, "E4M3": False}, "bf16", options(1, 1)),
-        "rope": (rope_kernel, turning | {"INTERLEAVED": False}, "bf16", options(1, 1)),
-        "rope-interleaved": (rope_kernel, turning | {"INTERLEAVED": True, "HALF": 40}, "fp32", options(1, 1)),
+        "rope": (rope_kernel, turning | {"INTERLEAVED": False, "HALF": 64}, "bf16", options(4, 1)),
+        "rope-interleaved": (rope_kernel, turning | {"INTERLEAVED": True, "HALF": 40}, "fp32", options(4, 1)),
         "statistics": (statistics_kernel, rowwise, "bf16", options(4, 1)),
         "sinks": (sinks_kernel, {"G": 4, "ROWS": 1024}, "bf16", options(4, 1)),
         "backward-kv": backward(backward_kv_kernel, 64, 128, options(8, 2)),
         "backward-q": backward(backward_q_kernel, 128, 64, options(8, 2)),
         "backward-kv-all": backward(backward_kv_kernel, 64, 128, options(8, 2), **packed, **everything),
         "backward-q-all": backward(backward_q_kernel, 128, 64, options(8, 2), **packed, **everything),
+        "backward-kv-rope": backward(backward_kv_kernel, 64, 128, options(8, 2), **packed, **rope),
+        "backward-q-rope": backward(backward_q_kernel, 128, 64, options(8, 2), **packed, **rope, INTERLEAVED=True),
         "backward-kv-256": backward(
             backward_kv_kernel, 32, 64, options(8, 1), **packed, D=256, DV=256, BLOCK_D=256, BLOCK_DV=256
         ),

@@ -24,18 +24,21 @@ from tests.tensors import ints
 OPTIONS = Options(0.25, -1, 0, False, 0.0, 16, 64, torch.float32, True)
 
 
-def packed_arguments(grad: bool) -> tuple[object, ...]:
+def packed_arguments(grad: bool, *, rotate: bool = False) -> tuple[object, ...]:
     q, k, v = (torch.randn(9, h, 16, requires_grad=grad) for h in (4, 2, 2))
     sinks = torch.randn(4, requires_grad=grad)
     layout = Layout(9, 9, ints(0, 4, 9), ints(0, 4, 9))
+    angle, at = torch.outer(torch.arange(9.0), torch.rand(6)), torch.arange(9)
+    rope = Rope(angle.cos(), angle.sin(), at, rotary_dim=12, positions_k=at.flip(0)) if rotate else None
     return (
-        q, k, v, sinks, *contracts.layout_arguments(layout), None, None, None, 0,
+        q, k, v, sinks, *contracts.layout_arguments(layout), *contracts.rope_arguments(rope), None, None, None, 0,
         *contracts.option_arguments(OPTIONS, "torch"),
     )  # fmt: skip
 
 
-def test_opcheck_forward() -> None:
-    torch.library.opcheck(torch.ops.rl_attn.attention_forward.default, packed_arguments(True))
+@pytest.mark.parametrize("rotate", [False, True])
+def test_opcheck_forward(rotate: bool) -> None:
+    torch.library.opcheck(torch.ops.rl_attn.attention_forward.default, packed_arguments(True, rotate=rotate))
 
 
 def test_opcheck_forward_out() -> None:
@@ -45,14 +48,15 @@ def test_opcheck_forward_out() -> None:
     )
 
 
-def test_opcheck_backward() -> None:
-    q, k, v, sinks, *rest = packed_arguments(False)
+@pytest.mark.parametrize("rotate", [False, True])
+def test_opcheck_backward(rotate: bool) -> None:
+    q, k, v, sinks, *rest = packed_arguments(False, rotate=rotate)
     out, lse, _ = torch.ops.rl_attn.attention_forward(q, k, v, sinks, *rest)
-    layout, options = rest[:9], rest[13:]
+    before, options = rest[:15], rest[19:]  # layout and rotation; what follows the paged arguments
     for dlse in (None, torch.randn_like(lse)):
         torch.library.opcheck(
             torch.ops.rl_attn.attention_backward.default,
-            (torch.randn_like(out), dlse, q, k, v, out, lse, sinks, *layout, *options),
+            (torch.randn_like(out), dlse, q, k, v, out, lse, sinks, *before, *options),
         )
 
 
@@ -157,6 +161,8 @@ def test_rope_inside_attention_and_cache_equals_rope_first() -> None:
         strict=True,
     ):
         assert torch.equal(a, b)
+    compiled = torch.compile(flash_attention_varlen, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v, cu, cu, 20, 20, rope=rope).out, inside.out)
     caches = [torch.full((2, 16, 2, 16), torch.nan, dtype=torch.bfloat16) for _ in range(2)]
     with torch.no_grad():
         write_kv_cache(k, v, *caches, torch.arange(20), rope=rope)

@@ -62,6 +62,15 @@ def rope(**changes: Any) -> Any:
     return apply_rope(torch.zeros(5, 2, 16), Rope(**{**arguments, **changes}))
 
 
+def turned(**changes: Any) -> Any:
+    """Attention whose keys are three more than its queries."""
+    angles = torch.zeros(9, 8)
+    given = Rope(angles, angles, torch.arange(5)[None], **changes)
+    return flash_attention(
+        torch.zeros(1, 5, 4, 16), torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 2, 8), rope=given
+    )
+
+
 REFUSALS = [
     (dense, {"q": torch.zeros(5, 4, 16)}, "q must be [B, S, H, D], got [5, 4, 16]"),
     (
@@ -158,6 +167,17 @@ REFUSALS = [
     (rope, {"cos": torch.zeros(9, 4)}, "rope.cos must be [max_position, rotary_dim / 2 = 8], got [9, 4]"),
     (rope, {"sin": torch.zeros(9, 8, dtype=torch.float16)}, "rope.sin must be float32, got torch.float16"),
     (rope, {"positions": torch.arange(4)}, "rope.positions must have x's token shape [5], got [4]"),
+    (rope, {"sin": torch.zeros(8, 8)}, "rope.cos and rope.sin must have equal shapes, got [9, 8] and [8, 8]"),
+    (
+        turned,
+        {},
+        "rope.positions_k must be given where k's token shape [1, 8] is not that of rope.positions [1, 5], got None",
+    ),
+    (
+        turned,
+        {"positions_k": torch.arange(7)[None]},
+        "rope.positions_k must have k's token shape [1, 8], got [1, 7]",
+    ),
     (rope, {"positions": torch.zeros(5)}, "rope.positions must be int32 or int64, got torch.float32"),
 ]
 
@@ -194,6 +214,8 @@ def test_values_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
         match=re.escape("block_table must name pages 0 to 2 where sequences have keys, got [0, 7]"),
     ):
         paged(block_table=ints(0, 7)[:, None])
+    with pytest.raises(ValueError, match=re.escape("rope.positions must lie in [0, 9), got 5 to 9")):
+        rope(positions=torch.arange(5) + 5)
 
 
 def test_paged_gradients_are_refused() -> None:
