@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -63,15 +65,56 @@ def first(result: Any) -> Tensor:
     return out
 
 
-def dense(heads: int, kv_heads: int, dim: int) -> dict[str, Attention]:
-    """Every importable peer of a dense causal forward."""
+def flex(length: int) -> Attention:
+    """torch's flex attention, compiled, with a causal block mask."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cuda")
+    torch._functorch.config.donated_buffer = False  # the benchmark takes several gradients of one forward
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    return run
+
+
+def trainable(length: int) -> dict[str, Attention]:
+    """Every peer of a dense causal forward and backward."""
     found: dict[str, Attention] = {name: sdpa(backend) for name, backend in SDPA.items()}
+    return found | {"torch-flex": flex(length)}
+
+
+def dense(length: int, heads: int, kv_heads: int, dim: int) -> dict[str, Attention]:
+    """Every importable peer of a dense causal forward."""
+    found = trainable(length)
     fa3 = flash_attention_3()
     if fa3 is not None:
         found["flash-attention-3"] = lambda q, k, v: first(fa3.flash_attn_func(q, k, v, causal=True))
     te = transformer_engine(heads, kv_heads, dim)
     if te is not None:
         found["transformer-engine"] = te
+    return found
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> dict[str, Callable[[], Tensor]]:
+    """Every importable peer of a packed causal forward of ``[T, H, D]``."""
+    found: dict[str, Callable[[], Tensor]] = {}
+    with contextlib.suppress(ImportError):
+        from torch.nn.attention.varlen import varlen_attn
+
+        known = inspect.signature(varlen_attn).parameters  # causality moved between releases
+        options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+        if "enable_gqa" in known:
+            options["enable_gqa"] = True
+        found["torch-varlen"] = lambda: first(varlen_attn(q, k, v, cu, cu, longest, longest, **options))
+    fa3 = flash_attention_3()
+    if fa3 is not None:
+        found["flash-attention-3"] = lambda: first(
+            fa3.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=True)
+        )
     return found
 
 

@@ -49,6 +49,27 @@ def in_turns(runs: Mapping[str, Run], *, rounds: int, budget_ms: float) -> dict[
     return {name: median(found) for name, found in times.items()}
 
 
+def sustained(runs: Mapping[str, Run], *, rounds: int, budget_ms: float) -> dict[str, float]:
+    """Mean time of each kernel launched back to back for ``budget_ms``, after as long again; median over rounds.
+
+    What a training step sees: the device settles at its power cap, where a better kernel runs at a lower clock.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            count = max(3, int(budget_ms / milliseconds(run, budget_ms=5.0)))
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(count):
+                run()
+            start.record()
+            for _ in range(count):
+                run()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) / count)
+    return {name: median(found) for name, found in times.items()}
+
+
 def graphed(run: Run) -> Run:
     """The same call as a CUDA graph, so that a short kernel is timed and not its launch."""
     run()

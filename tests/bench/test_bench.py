@@ -14,12 +14,13 @@ from rl_attn_plugin.reference import attention_reference
 
 def test_no_speed_without_parity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("rl_attn_plugin.bench.run.in_turns", lambda runs, **_: dict.fromkeys(runs, 2.0))
+    monkeypatch.setattr("rl_attn_plugin.bench.run.sustained", lambda runs, **_: dict.fromkeys(runs, 4.0))
     bench = Bench(BenchConfig())
     bench.measure(
         "case", {OURS: lambda: None, "wrong": lambda: None}, {OURS: 0.002, "wrong": 0.5}, 4e12, "TFLOP/s"
     )
     ours, wrong = bench.rows
-    assert ours["TFLOP/s"] == 2000.0
+    assert ours["TFLOP/s"] == 2000.0 and ours["sustained TFLOP/s"] == 1000.0
     assert wrong["parity"] is False and "ms" not in wrong and "TFLOP/s" not in wrong
     assert "FAILED" in capsys.readouterr().out
 
