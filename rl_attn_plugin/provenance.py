@@ -87,8 +87,16 @@ def gpu() -> dict[str, Any] | None:
         "memory_bytes": properties.total_memory,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": _cudnn_version(),
     }
+
+
+def _cudnn_version() -> int | str | None:
+    """The version in use, or what torch says against it: another library may have loaded another one first."""
+    try:
+        return torch.backends.cudnn.version()
+    except RuntimeError as reason:
+        return str(reason).splitlines()[0]
 
 
 def flags() -> dict[str, Any]:
