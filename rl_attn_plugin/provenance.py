@@ -94,9 +94,10 @@ def gpu() -> dict[str, Any] | None:
 def _cudnn_version() -> int | str | None:
     """The version in use, or what torch says against it: another library may have loaded another one first."""
     try:
-        return torch.backends.cudnn.version()
+        found: int | None = torch.backends.cudnn.version()
     except RuntimeError as reason:
         return str(reason).splitlines()[0]
+    return found
 
 
 def flags() -> dict[str, Any]:

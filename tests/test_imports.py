@@ -11,7 +11,7 @@ _BLOCKED = (
     "import sys\n"
     "class Blocked:\n"
     "    def find_spec(self, name, path=None, target=None):\n"
-    "        if name.split('.')[0] in {'ray', 'transformers', 'pyarrow', 'rich', 'tyro', 'jinja2', 'plotly'}:\n"
+    "        if name.split('.')[0] in {'ray', 'transformers', 'transformer_engine', 'pyarrow', 'rich', 'tyro', 'jinja2', 'plotly'}:\n"
     "            raise ModuleNotFoundError('blocked: ' + name, name=name)\n"
     "        if name.split('.')[0] == 'triton' and armed:\n"
     "            raise ModuleNotFoundError('blocked: ' + name, name=name)\n"
@@ -38,6 +38,12 @@ def test_torch_is_all_it_needs() -> None:
     assert "[1, 5, 2, 16]" in out
 
 
+def test_the_harness_needs_torch_alone() -> None:
+    code = "from rl_attn_plugin.replay import compare_attention, synthetic_inputs\n"
+    out = fresh(_BLOCKED + code + "print(compare_attention(synthetic_inputs(length=40)).verdict)\n")
+    assert "PASS" in out
+
+
 def test_it_imports_fast() -> None:
     """Best of three fresh processes: under 0.3 s beyond torch."""
     code = (
@@ -46,7 +52,7 @@ def test_it_imports_fast() -> None:
     assert min(float(fresh(code)) for _ in range(3)) < 0.3
 
 
-@pytest.mark.parametrize("module", ["integrations.transformers", "launch.job", "report", "drift"])
+@pytest.mark.parametrize("module", ["integrations.transformers", "launch.job", "report", "drift", "replay"])
 def test_the_edges_import_the_same_way(module: str) -> None:
     fresh(f"import importlib; importlib.import_module('rl_attn_plugin.{module}')")
 

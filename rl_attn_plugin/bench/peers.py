@@ -6,40 +6,12 @@ import contextlib
 import importlib
 import inspect
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-SDPA = {"torch-flash": SDPBackend.FLASH_ATTENTION, "torch-cudnn": SDPBackend.CUDNN_ATTENTION}
-
-
-def flash_attention_3() -> ModuleType | None:
-    """FlashAttention-3's interface, under whichever name it is installed."""
-    for name in ("flash_attn_interface", "fa3_fwd_interface"):
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    return None
-
-
-def sdpa(backend: SDPBackend) -> Attention:
-    """torch SDPA restricted to one backend; causal where queries and keys are equally many."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            # top-left is bottom-right for equal lengths, and one query sees every key
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
-        return out.transpose(1, 2)
-
-    return run
+from rl_attn_plugin.replay.peers import SDPA, Attention, first, flash_attention_3, sdpa
 
 
 def transformer_engine(heads: int, kv_heads: int, dim: int) -> Attention | None:
@@ -57,12 +29,6 @@ def transformer_engine(heads: int, kv_heads: int, dim: int) -> Attention | None:
         return out.view(*q.shape[:3], v.shape[-1])
 
     return run
-
-
-def first(result: Any) -> Tensor:
-    """The output of an interface that returns it alone or in front of others."""
-    out: Tensor = result[0] if isinstance(result, tuple) else result
-    return out
 
 
 def flex(length: int) -> Attention:

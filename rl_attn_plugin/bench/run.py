@@ -18,6 +18,7 @@ import rl_attn_plugin as rl
 from rl_attn_plugin import provenance
 from rl_attn_plugin.bench import peers
 from rl_attn_plugin.bench.timing import graphed, in_turns, milliseconds, sustained
+from rl_attn_plugin.replay.peers import Peer, first, flash_attention_3, importable_peers
 
 OURS = "rl_attn_plugin"
 ENDLESS = rl.Schedule(64, 1 << 20)
@@ -192,7 +193,7 @@ def backward(bench: Bench) -> None:
 
 def _decode(bench: Bench, batch: int, length: int) -> None:
     c = bench.config
-    fa3 = peers.flash_attention_3()
+    fa3 = flash_attention_3()
     pages = length // PAGE
     k, v = (bench.randn(batch * pages, PAGE, c.kv_heads, c.head_dim) for _ in range(2))
     q = bench.randn(batch, c.heads, c.head_dim)
@@ -213,7 +214,7 @@ def _decode(bench: Bench, batch: int, length: int) -> None:
         for splits in (0, 1):
 
             def theirs(splits: int = splits) -> Tensor:
-                return peers.first(
+                return first(
                     fa3.flash_attn_with_kvcache(
                         q[:, None], *dense, cache_seqlens=used, causal=True, num_splits=splits
                     )
@@ -253,16 +254,8 @@ def merge(bench: Bench) -> None:
     )
 
 
-def _decode_dense(call: peers.Attention, q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
-    return call(q[:, at : at + 1], k[:, : at + 1], v[:, : at + 1])[0]
-
-
-def _decode_fa3(fa3: Any, splits: int, q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
-    used = torch.tensor([at + 1], dtype=torch.int32, device=q.device)
-    result = fa3.flash_attn_with_kvcache(
-        q[:, at : at + 1], k, v, causal=True, num_splits=splits, cache_seqlens=used
-    )
-    return peers.first(result)[0]
+def _decode_row(peer: Peer, q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
+    return peer.decode(q[:, at : at + 1], k[:, : at + 1], v[:, : at + 1])[0]
 
 
 def agreement(bench: Bench) -> None:
@@ -279,17 +272,8 @@ def agreement(bench: Bench) -> None:
     ways: dict[str, tuple[Tensor, Callable[[int], Tensor]]] = {
         OURS: (rl.flash_attention(q, k, v).out[0], ours)
     }
-    for name, backend in peers.SDPA.items():
-        call = peers.sdpa(backend)
-        ways[name] = (call(q, k, v)[0], partial(_decode_dense, call, q, k, v))
-    fa3 = peers.flash_attention_3()
-    if fa3 is not None:
-        whole = peers.first(fa3.flash_attn_func(q, k, v, causal=True))[0]
-        for splits in (0, 1):
-            ways[f"flash-attention-3, num_splits={splits}"] = (
-                whole,
-                partial(_decode_fa3, fa3, splits, q, k, v),
-            )
+    for peer in importable_peers():
+        ways[peer.name] = (peer.prefill(q, k, v)[0], partial(_decode_row, peer, q, k, v))
     places = range(16, length, 61)
     for name, (full, one) in ways.items():
         gaps = [(one(at)[0].float() - full[at].float()).abs().max().item() for at in places]

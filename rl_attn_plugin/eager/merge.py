@@ -9,9 +9,9 @@ from torch import Tensor
 def merge_attention(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Fold partials over disjoint keys into one, in order along the first dimension, in fp32.
 
-    ``lse = m + log(exp(l0 - m) + exp(l1 - m))`` and outputs weighted by ``exp(l - lse)``. A ``-inf``
-    state leaves the other exactly as it was; ``+inf`` with a zero output, which some libraries give an
-    empty row, is taken as ``-inf``.
+    ``lse = max + log1p(exp(min - max))`` and outputs weighted by ``exp(l - lse)``. A ``-inf`` state leaves the
+    other exactly as it was; ``+inf`` with a zero output, which some libraries give an empty row, is taken as
+    ``-inf``.
 
     Args:
         outs: ``[P, T, Hq, D]`` or ``[P, B, S, Hq, D]``.
@@ -31,7 +31,7 @@ def merge_attention(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         a, b = torch.exp(lse - safe), torch.exp(part_lse - safe)
         total = a + b
         merged = (out * a[..., None] + part * b[..., None]) / total[..., None]
-        merged_lse = safe + torch.log(total)
+        merged_lse = safe + torch.log1p(torch.minimum(a, b))  # the other one is 1
         keep, take = (part_lse == -torch.inf), (lse == -torch.inf)
         out = torch.where(keep[..., None], out, torch.where(take[..., None], part, merged))
         lse = torch.where(keep, lse, torch.where(take, part_lse, merged_lse))

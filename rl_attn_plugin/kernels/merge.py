@@ -44,7 +44,10 @@ def merge_kernel(
         total = a + c
         divisor = tl.where(total > 0.0, total, 1.0)
         merged = tl.fma(running, a[:, None], part * c[:, None]) / divisor[:, None]
-        new = tl.fma(tl.log2(divisor), LN_2, safe)
+        # log1p of the smaller weight, the other being 1: what 1 + x rounds away is put back as a factor
+        x = tl.minimum(a, c)
+        log1p = tl.log2(divisor) * LN_2 * (x / tl.where(divisor > 1.0, divisor - 1.0, 1.0))
+        new = safe + tl.where(divisor > 1.0, log1p, x)
         # an empty side leaves the other exactly as it was
         first = level == float("-inf")
         skip = lse == float("-inf")

@@ -152,8 +152,8 @@ class TEOracle:
         mode = MergeMode(mode)
         if mode is MergeMode.ASCENDING:
             return merge_attention(outs, lses)
-        # TransformerEngine makes NaN of two -inf, and lets +inf swallow the row. The lowest finite number weighs
-        # exactly nothing beside any LSE, and two of them stay finite; so no infinity needs to reach a helper.
+        # TransformerEngine makes NaN of two -inf, and lets +inf swallow the row: no empty state reaches it as such. The
+        # lowest finite number weighs exactly nothing beside any LSE, and two of them stay finite.
         zero_out = (outs == 0).all(-1).transpose(-1, -2)
         empty = (lses == -torch.inf) | ((lses == torch.inf) & zero_out)
         outs = outs.masked_fill(empty.transpose(-1, -2)[..., None], 0.0)
@@ -171,7 +171,7 @@ class TEOracle:
         return out, lse
 
     def _pairwise(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = outs[0].clone(), lses[0].clone()
+        out, lse = outs[0], lses[0]  # written in place: merge's own copies, and read no more
         for part, part_lse in zip(outs[1:], lses[1:], strict=True):
             before = lse.clone()
             self._helpers[LSE](lse, part_lse)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from tests.replay import te_wheels
 
 # The first with these helpers, the first where they live now, one between, the last of this form, and the next form.
 VERSIONS = ("2.2.0", "2.3.0", "2.10.0", "2.19.0", "2.20.2")
-TE_MODES = (MergeMode.TWO_PHASE, MergeMode.PAIRWISE)
+EPS = torch.finfo(torch.float32).eps
 HELPERS = "transformer_engine.pytorch.attention.dot_product_attention.context_parallel"
 
 
@@ -52,6 +54,18 @@ def merged_fp64(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 def errors(outs: Tensor, lses: Tensor, merged: tuple[Tensor | None, ...]) -> tuple[float, float]:
     out, lse = merged_fp64(outs, lses)
     return (merged[0] - out).abs().max().item(), (merged[1] - lse).abs().max().item()
+
+
+def bounds(outs: Tensor, lses: Tensor) -> tuple[float, float]:
+    """The largest errors that rounding can cause in out and lse, to first order.
+
+    With u = eps / 2: each of the P - 1 folds rounds an LSE, at most log P above the largest, and takes an exp and a
+    logarithm of at most 1 (4 u together). The error of an LSE is the relative error of every weight; to it each of
+    the P partials adds its difference, exp, product, sum and quotient (6 u).
+    """
+    parts, u = outs.shape[0], EPS / 2
+    lse = (parts - 1) * u * (lses.abs().max().item() + math.log(parts) + 4)
+    return (lse + 6 * parts * u) * outs.abs().max().item(), lse
 
 
 class TestRealHelpers:
@@ -84,29 +98,21 @@ class TestRealHelpers:
         assert oracle.provenance.merge_mode is None
 
     @pytest.mark.parametrize("parts", [1, 2, 3, 8, 33])
-    def test_accuracy(
-        self, oracle: TEOracle, parts: int, record_property: Callable[[str, object], None]
-    ) -> None:
-        """Each merge is within rounding of fp64, and ours no further away than TransformerEngine's.
-
-        Each of the P - 1 folds rounds an LSE (u = eps / 2 of its size) and makes an exp, a logarithm and a
-        subtraction of at most 1 (u each, doubled for their last-place errors); the LSE's error is the relative
-        error of every weight, to which each of P partials adds its exp, product, sum and quotient.
-        """
+    def test_accuracy(self, oracle: TEOracle, parts: int) -> None:
+        """Each merge is within rounding of fp64, and ours no further away than TransformerEngine's."""
         outs, lses = states(parts)
-        u = torch.finfo(torch.float32).eps / 2
-        lse_bound = (parts - 1) * u * (lses.abs().max().item() + 6)
-        out_bound = (lse_bound + 4 * parts * u) * outs.abs().max().item()
+        out_bound, lse_bound = bounds(outs, lses)
         found = {}
         for mode in oracle.modes:
             merged = oracle.merge(outs, lses, mode)
             assert merged.out.dtype == merged.lse.dtype == torch.float32
             found[mode] = errors(outs, lses, merged)
-            record_property(f"{mode.value} P={parts} max error of out and lse", found[mode])
+            out, lse = found[mode]
+            print(f"{oracle.provenance.te_version} P={parts} {mode.value}: {out=:.2e} {lse=:.2e}")  # noqa: T201
         assert all(out <= out_bound and lse <= lse_bound for out, lse in found.values()), found
         ours = found.pop(MergeMode.ASCENDING)
         # the last rounding of an LSE is nobody's merit: it may fall either way
-        last = u * lses.abs().max().item()
+        last = EPS / 2 * lses.abs().max().item()
         assert all(ours[0] <= out and ours[1] <= lse + last for out, lse in found.values()), (ours, found)
 
     def test_ours_is_the_public_merge(self, oracle: TEOracle) -> None:
@@ -194,7 +200,9 @@ class TestRealHelpers:
                 oracle.merge(outs.to(bad), lses.to(bad), native)
         with pytest.raises(ValueError, match="lses must be on outs' device cpu, got meta"):
             oracle.merge(outs, lses.to("meta"), native)
-        with pytest.raises(ValueError, match="mode must be one of .*'te_pairwise', 'ours'.* got 'ascending'"):
+        with pytest.raises(
+            ValueError, match=r"mode must be one of .*'te_pairwise', 'ours'.* got 'ascending'"
+        ):
             oracle.merge(outs, lses, "ascending")
         by_value = oracle.merge(outs, lses, native.value)
         assert torch.equal(by_value.out, oracle.merge(outs, lses, native).out)
@@ -216,6 +224,7 @@ def test_schedules_differ_in_bits() -> None:
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(made, 2))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's, loading its compiler
 def test_a_release_before_them_is_refused() -> None:
     with te_wheels.installed("2.1.0"), pytest.raises(TEUnavailable) as caught:
         load_te_oracle()
@@ -256,7 +265,8 @@ def test_the_installed_one() -> None:
     outs, lses = (x.to(device) for x in states(5))
     for mode in oracle.modes:
         out, lse = errors(outs, lses, oracle.merge(outs, lses, mode))
-        assert out < 1e-5 and lse < 1e-5, mode
+        out_bound, lse_bound = bounds(outs, lses)
+        assert out <= out_bound and lse <= lse_bound, mode
 
 
 # Broken installations: stand-ins written here, right unless a test makes them wrong.
@@ -310,6 +320,18 @@ def no_te() -> Iterator[None]:
 
 
 @pytest.fixture
+def absent(no_te: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not installed, on machines that have it too."""
+
+    class Nowhere:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+            if name == "transformer_engine":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [Nowhere(), *sys.meta_path])
+
+
+@pytest.fixture
 def install(no_te: None) -> Callable[[dict[str, Any]], None]:
     """Put these helpers where TransformerEngine has its own."""
 
@@ -317,7 +339,7 @@ def install(no_te: None) -> Callable[[dict[str, Any]], None]:
         parents = [HELPERS[:at] for at, letter in enumerate(HELPERS) if letter == "."]
         for name in (*parents, HELPERS):
             module = sys.modules[name] = ModuleType(name)
-            module.__path__ = []
+            module.__path__, module.__file__ = [], "stand-in"
         vars(sys.modules[HELPERS]).update(helpers)
 
     return put
@@ -338,6 +360,27 @@ class TestBroken:
     def test_the_stand_ins_are_right(self, install: Install, form: dict[str, Any]) -> None:
         install(form)
         assert load_te_oracle("cpu").provenance.te_symbols == tuple(form)
+
+    def test_no_empty_state_reaches_a_helper(self, install: Install, form: dict[str, Any]) -> None:
+        called = []
+
+        def guarded(name: str, helper: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(helper)
+            def spy(*arguments: Any) -> Any:
+                called.append(name)
+                assert all(x.isfinite().all() for x in arguments if isinstance(x, Tensor))
+                return helper(*arguments)
+
+            return spy
+
+        install({name: guarded(name, helper) for name, helper in form.items()})
+        oracle = load_te_oracle("cpu")
+        outs, lses = states(4)
+        outs[:2, 0], lses[:2, 0] = torch.nan, -torch.inf
+        outs[2, 0], lses[2, 0] = 0.0, torch.inf
+        for mode in oracle.modes:
+            assert oracle.merge(outs, lses, mode).out.isfinite().all()
+        assert set(called) == set(form)
 
     def test_a_missing_helper(self, install: Install, form: dict[str, Any]) -> None:
         install({name: helper for name, helper in form.items() if name != LSE})
@@ -478,8 +521,7 @@ def test_a_wrong_shape_and_a_wrong_return(install: Install) -> None:
     assert "te_two_phase: a helper raised " in refused().reason
 
 
-def test_not_installed(no_te: None) -> None:
-    sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # importing it now says: not found
+def test_not_installed(absent: None) -> None:
     error = refused()
     assert error.reason == "transformer_engine is not installed: pip install 'rl-attn-plugin[te]'"
     said = error.provenance
@@ -513,8 +555,7 @@ def test_it_does_not_import(
     assert refused().reason == f"{HELPERS} does not import: {reason}"
 
 
-def test_a_refusal_travels_between_processes(no_te: None) -> None:
-    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+def test_a_refusal_travels_between_processes(absent: None) -> None:
     error = refused()
     copy = pickle.loads(pickle.dumps(error))
     assert copy.provenance == error.provenance and str(copy) == str(error)

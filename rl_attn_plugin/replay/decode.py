@@ -1,0 +1,145 @@
+"""Decode replay: the batch token by token through a paged cache, as a rollout engine computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rl_attn_plugin.ops.cache import write_kv_cache
+from rl_attn_plugin.replay.packing import Packed, ints, offsets
+from rl_attn_plugin.replay.pages import make_pages
+from rl_attn_plugin.replay.paths import NotHere, Replay
+from rl_attn_plugin.replay.results import AttentionPathResult
+from rl_attn_plugin.types import AttentionOutput
+from rl_attn_plugin.validation import Reasons, shape
+
+DECODE = "decode_replay"
+SHARED = "decode_replay:prefix_shared"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeOptions:
+    """How the decode goes.
+
+    Attributes:
+        tokens_per_step: new tokens of a sequence in one call; more than one is speculative decode.
+        prefix_length: tokens of each prompt whose pages a second sample of it shares, rounded down to whole pages;
+            default half of the shortest sequence. 0 shares nothing.
+        block_table: int32 ``[B, max_pages]`` to use instead of pages in random places.
+    """
+
+    tokens_per_step: int = 1
+    prefix_length: int | None = None
+    block_table: Tensor | None = None
+
+
+def check_decode(options: DecodeOptions, packed: Packed, page_size: int) -> None:
+    """Refuse what cannot be decoded.
+
+    Raises:
+        ValueError: with every reason.
+    """
+    why = Reasons("compare_decode_replay")
+    why.need(
+        options.tokens_per_step >= 1, "tokens_per_step must be at least 1, got {}", options.tokens_per_step
+    )
+    shortest = min(packed.keys)
+    prefix = options.prefix_length
+    why.need(
+        prefix is None or 0 <= prefix <= shortest,
+        "prefix_length must be 0 to the shortest sequence, {}, got {}",
+        shortest,
+        prefix,
+    )
+    why.need(
+        packed.queries == packed.keys,
+        "decode replay needs as many queries as keys, got {} and {}",
+        list(packed.queries),
+        list(packed.keys),
+    )
+    table = options.block_table
+    if table is not None:
+        pages = [-(-n // page_size) for n in packed.keys]
+        if why.need(
+            table.dtype == torch.int32 and table.dim() == 2 and table.shape[0] == len(pages)
+            and table.shape[1] >= max(pages) and table.device == packed.device,
+            "block_table must be int32 [{}, at least {}] on {}, got {} {} on {}",
+            len(pages), max(pages), packed.device, table.dtype, shape(table), table.device,
+        ):  # fmt: skip
+            owned = [p for row, n in zip(table.tolist(), pages, strict=True) for p in row[:n]]
+            why.need(
+                len(set(owned)) == len(owned) and min(owned, default=0) >= 0,
+                "block_table must give every sequence pages of its own, got {}",
+                owned,
+            )
+    why.done()
+
+
+def decode_replay(r: Replay, options: DecodeOptions) -> list[AttentionPathResult]:
+    """Write each step's keys and values, then attend, for every sequence and for a second sample of it.
+
+    The second sample shares the pages of its prefix, writes none of them (slot -1) and goes on in pages of its own:
+    what prefix caching and group sampling do. Its rows must be those of the first.
+
+    Returns:
+        ``decode_replay``, and ``decode_replay:prefix_shared`` where a whole page is shared.
+
+    Raises:
+        NotHere: the attention is not causal.
+    """
+    p, size = r.packed, r.page_size
+    if not r.inputs.causal:
+        raise NotHere("decode needs causal attention: a token cannot see what comes after it")
+    batch = len(p.keys)
+    prefix = min(p.keys) // 2 if options.prefix_length is None else options.prefix_length
+    shared = prefix // size
+    doubled = replace(
+        p, k=torch.cat((p.k, p.k)), v=torch.cat((p.v, p.v)), keys=p.keys * 2
+    ) if shared else p  # fmt: skip
+    table = options.block_table
+    if table is not None and shared:  # the second sample's pages follow the last of the first's
+        own = torch.arange(table.numel(), device=p.device, dtype=torch.int32).view_as(table)
+        table = torch.cat((table, own + int(table.max()) + 1))
+    pages = make_pages(doubled, size, seed=r.seed + 1, table=table)
+    if shared:
+        pages.table[batch:, :shared] = pages.table[:batch, :shared]
+
+    samples = len(doubled.keys)
+    out = torch.empty(
+        samples // batch, *p.q.shape[:2], p.v.shape[-1], dtype=r.inputs.out_dtype, device=p.device
+    )
+    lse = torch.empty(samples // batch, p.q.shape[1], p.q.shape[0], device=p.device)
+    firsts = torch.tensor([q.start for q, _ in p.sequences], device=p.device).repeat(samples // batch)
+    lengths = torch.tensor(doubled.keys, device=p.device)
+    sample = torch.arange(samples, device=p.device) // batch
+    longest = max(p.keys)
+    for begin in range(0, longest, options.tokens_per_step):
+        end = min(begin + options.tokens_per_step, longest)
+        at = torch.arange(begin, end, device=p.device)[None].expand(samples, -1)
+        real = at < lengths[:, None]
+        # row-major over (sequence, token): the order in which the call packs them
+        token = (firsts[:, None] + at)[real]
+        which = sample[:, None].expand_as(at)[real]
+        place = (
+            pages.table.gather(1, (at // size).clamp(max=pages.table.shape[1] - 1)).long() * size + at % size
+        )
+        slots = place.masked_fill((sample[:, None] > 0) & (at < shared * size), -1)[real]
+        write_kv_cache(p.k[token], p.v[token], pages.k, pages.v, slots, impl=r.backend.impl)
+        counts = [max(min(end, n) - begin, 0) for n in doubled.keys]
+        found = r.backend.paged(
+            p.q[token], pages.k, pages.v, offsets(counts, p.device),
+            ints([min(end, n) for n in doubled.keys], p.device), pages.table, end - begin, longest,
+        )  # fmt: skip
+        out[which, token], lse[which, :, token] = found.out, found.lse.t()
+
+    def result(name: str, n: int, **more: object) -> AttentionPathResult:
+        bounds = None if options.tokens_per_step == 1 else options.tokens_per_step
+        how = {} if bounds is None else {"chunk_bounds": [[0, bounds]]}
+        return r.result(name, AttentionOutput(out[n], lse[n]), "paged", kv_page_size=size, **how, **more)
+
+    results = [result(DECODE, 0)]
+    if shared:
+        results.append(result(SHARED, 1, prefix_length=shared * size))
+    return results
