@@ -143,6 +143,37 @@ class Pair:
                 self._await_loaded(death.side)
         raise AssertionError("unreachable")
 
+    def compare_layers(
+        self, sequences: Sequence[Sequence[int]], layers: Sequence[int], chunk_size: int, page_size: int
+    ) -> list[dict[str, Any]]:
+        """`TrainerWorker.compare_layers`, from the start again if the trainer dies in it.
+
+        Raises:
+            JobError: the layers cannot be compared, or the trainer died in every try.
+        """
+        import ray
+
+        side = self._trainer
+        for attempt in range(1, self._tries + 1):
+            try:
+                found: list[dict[str, Any]] = side.get(
+                    side.actor.compare_layers.remote(sequences, layers, chunk_size, page_size)
+                )
+                return found
+            except _Died as death:
+                if attempt == self._tries:
+                    raise JobError(
+                        f"the {side.name} died in all {self._tries} tries to compare layers ({death})"
+                    ) from death
+                self._say(f"the {side.name} died ({death}): started again")
+                side.start()
+                self._await_loaded(side)
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, (ValueError, NotImplementedError)):
+                    raise JobError(f"--te-oracle: {error.cause}") from error
+                raise
+        raise AssertionError("unreachable")
+
     def peak_mib(self) -> dict[str, int]:
         """Peak memory of each side so far; a side that has just died is left out."""
         peaks = {}

@@ -112,6 +112,11 @@ class JobConfig:
     rerun: bool = False
     """Measure again if the run directory already holds a finished run (which is kept beside it). Unfinished
     runs always resume."""
+    te_oracle: bool = False
+    """Also take layers of the model through the replay harness (rl-attn compare) with TransformerEngine's own
+    merge as the oracle. Without a usable TransformerEngine the verdict is INCONCLUSIVE."""
+    te_oracle_layers: tuple[int, ...] = ()
+    """Layers for it, negative ones from the end. Default: the first, the middle and the last."""
     min_tokens: int = 200
     """With fewer compared tokens than this the verdict is INCONCLUSIVE."""
     sampling: Sampling = field(default_factory=Sampling)
@@ -162,3 +167,60 @@ class JobConfig:
             return self.out
         digest = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
         return Path("runs") / f"parity-{digest[:8]}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Synthetic:
+    """Random inputs, where no captured ones are given."""
+
+    batch: int = 2
+    """Sequences."""
+    length: int = 160
+    """Tokens of each."""
+    heads: int = 4
+    """Query heads."""
+    kv_heads: int = 2
+    """Key/value heads."""
+    head_dim: int = 64
+    """Channels of a head."""
+    vocab: int = 512
+    """Vocabulary of the readout that turns outputs into log-probs; 0 leaves it out."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of q, k and v."""
+    seed: int = 0
+    """Of the random numbers."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "length", "heads", "kv_heads", "head_dim"):
+            _require(
+                getattr(self, name) >= 1, f"--{name.replace('_', '-')}", "be at least 1", getattr(self, name)
+            )
+        _require(self.vocab >= 0, "--vocab", "be at least 0", self.vocab)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareConfig:
+    """What to compare, and how."""
+
+    out: Path = Path("runs/compare")
+    """Folder for comparison.json and comparison.html."""
+    impl: Literal["auto", "triton", "torch", "reference"] = "auto"
+    """What computes: auto picks by device; reference is plain fp32 attention, which promises no bits."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto is the GPU if there is one."""
+    query_chunk_size: int | None = None
+    """Queries of a chunk in chunked prefill. Default: a third of the queries, at most 512."""
+    kv_page_size: int | None = None
+    """Tokens of a page. Default: 16 up to 1024 keys, else 64."""
+    tokens_per_step: int = 1
+    """New tokens of a sequence in one decode step; more is speculative decode."""
+    require_te: bool = False
+    """Without TransformerEngine's merge the verdict is INCONCLUSIVE."""
+    peers: bool = True
+    """Hold other libraries' decode against their own prefill too."""
+    synthetic: Synthetic = field(default_factory=Synthetic)
+
+    def __post_init__(self) -> None:
+        for name in ("query_chunk_size", "kv_page_size", "tokens_per_step"):
+            size = getattr(self, name)
+            _require(size is None or size >= 1, f"--{name.replace('_', '-')}", "be at least 1", size)

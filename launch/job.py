@@ -38,9 +38,11 @@ from rl_attn_plugin.launch.prompts import TokenizedPrompt, read_prompts, tokeniz
 from rl_attn_plugin.launch.rollout import Request
 from rl_attn_plugin.launch.store import RunStore, Shard, read_tokens, set_aside, write_failure
 from rl_attn_plugin.launch.workers import Sampled, Scored
+from rl_attn_plugin.replay import AttentionComparisonReport
 
 EXIT_STATUS = {"PASS": 0, "DRIFT": 2, "INCONCLUSIVE": 3, "INVALID": 1}
 EXIT_ERROR = 1
+_COMPARED = 2  # samples whose layers are compared: ragged, so that padding is met
 EXIT_INTERRUPTED = 130
 
 _BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16")
@@ -88,7 +90,9 @@ def _run(config: JobConfig, console: Console) -> int:
         _say(console, f"the finished run is kept as {kept}")
     store = RunStore(root, identity=_identity(config, tokenized, device, dtype), shards=len(shards))
     try:
-        if store.finished:
+        if store.finished and (
+            not config.te_oracle or store.comparisons(config.te_oracle_layers) is not None
+        ):
             _say(console, f"{root} holds the finished run of this configuration (--rerun measures again)")
         else:
             _say(
@@ -163,7 +167,19 @@ def _measure(
                 tokens = sum(len(completion.tokens) for completion in sampled.completions)
                 seconds = time.perf_counter() - shard_started
                 _say(console, f"shard {index + 1}/{len(shards)}: {tokens} tokens in {seconds:.1f} s")
+        if config.te_oracle and store.comparisons(config.te_oracle_layers) is None:
+            progress.update(task, description="comparing layers")
+            sequences = [
+                [*sample["prompt_tokens"], *sample["completion_tokens"]]
+                for sample in _samples(done)[:_COMPARED]
+            ]
+            found = pair.compare_layers(
+                sequences, config.te_oracle_layers, config.batching.chunk_size, config.batching.page_size
+            )
+            store.write_comparisons(found, config.te_oracle_layers)
         peaks = pair.peak_mib()
+    if store.finished:  # only the comparison was missing
+        return
     store.write_manifest(
         state="finished", samples=_samples(done), timing=_timing(done, time.perf_counter() - started, peaks)
     )
@@ -175,16 +191,37 @@ def _judge(config: JobConfig, console: Console, store: RunStore) -> int:
     result = drift.summarize(
         table, arm_under_test=ARM_UNDER_TEST, thresholds=config.thresholds, min_tokens=config.min_tokens
     )
+    layers = store.comparisons(config.te_oracle_layers) if config.te_oracle else None
+    comparisons = [AttentionComparisonReport.from_dict(found) for found in layers or []]
+    result = _with_layers(result, comparisons)
     path = store.root / "drift.json"
     try:
         report.write_json(result, path)
         path = store.root / "report.html"
-        report.write_html(result, table, store.manifest, path)
+        report.write_html(result, table, store.manifest, path, comparisons)
     except OSError as error:
         raise StoreError(write_failure(path, error)) from error
-    report.print_report(result, console, manifest=store.manifest)
+    report.print_report(result, console, manifest=store.manifest, comparisons=comparisons)
     _say(console, f"report: {store.root / 'report.html'}")
     return EXIT_STATUS[result.verdict]
+
+
+def _with_layers(
+    result: drift.DriftReport, comparisons: Sequence[AttentionComparisonReport]
+) -> drift.DriftReport:
+    """The tokens' report with what the layers add to its verdict: never a better one."""
+    reasons = [
+        f"{found.label}: {reason}"
+        for found in comparisons
+        for reason in found.reasons
+        if found.verdict != "PASS"
+    ]
+    verdicts = {found.verdict for found in comparisons}
+    if result.verdict == "PASS" and "DRIFT" in verdicts:
+        return replace(result, verdict="DRIFT", reasons=reasons)
+    if result.verdict == "PASS" and "INCONCLUSIVE" in verdicts:
+        return replace(result, verdict="INCONCLUSIVE", reasons=reasons)
+    return result if not reasons else replace(result, reasons=[*result.reasons, *reasons])
 
 
 def check_identities(trainer: PolicyIdentity, rollout: PolicyIdentity) -> None:

@@ -2,9 +2,11 @@
 
 ::
 
-    manifest.json            configuration, provenance, model hashes, samples, timing; "state" says running
-    or finished tokens/part-00000.parquet  one shard: a row per token, arm and path; its samples and timing
-    in the file's metadata drift.json, report.html  the result logs/                    logs of the workers
+    manifest.json               configuration, provenance, model hashes, samples, timing; "state" says running or finished
+    tokens/part-00000.parquet   one shard: a row per token, arm and path; its samples and timing in the file's metadata
+    comparisons.json            layers of the model through the replay harness, where an oracle was asked for
+    drift.json, report.html     the result
+    logs/                       logs of the workers
 
 A shard is committed by one rename of one file, so after a crash it is either there with all that belongs to
 it or not there at all. Every file is written under a temporary name, synced, and renamed.
@@ -18,7 +20,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ TOKEN_SCHEMA = pa.schema(
         ("dlogp", pa.float64()),
     ]
 )
+COMPARISONS = "rl-attn/comparisons/1"
 _META_KEY = b"rl_attn_plugin"
 _PART = re.compile(r"part-(\d{5})\.parquet")
 
@@ -171,6 +174,21 @@ class RunStore:
             if shard is not None:
                 found[index] = shard
         return found
+
+    def write_comparisons(self, reports: list[dict[str, Any]], layers: Sequence[int]) -> None:
+        """Writes ``comparisons.json``."""
+        content = {"schema": COMPARISONS, "layers": list(layers), "reports": reports}
+        text = json.dumps(content, indent=1, allow_nan=False)
+        write_atomic(self.root / "comparisons.json", text.encode("utf-8") + b"\n")
+
+    def comparisons(self, layers: Sequence[int]) -> list[dict[str, Any]] | None:
+        """What `write_comparisons` wrote for these layers; None if it did not, or the file is damaged."""
+        try:
+            content = json.loads((self.root / "comparisons.json").read_text("utf-8"))
+            same = content["schema"] == COMPARISONS and content["layers"] == list(layers)
+            return list(content["reports"]) if same else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def _part(self, index: int) -> Path:
         return self.root / "tokens" / f"part-{index:05d}.parquet"

@@ -10,6 +10,7 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -71,6 +72,27 @@ class TrainerWorker(_Worker):
         )
         logps = [score.numpy() for score in scores]
         return Scored(logps=logps, seconds=time.perf_counter() - start)
+
+    def compare_layers(
+        self, sequences: Sequence[Sequence[int]], layers: Sequence[int], chunk_size: int, page_size: int
+    ) -> list[dict[str, Any]]:
+        """Layers of this worker's model, on these tokens, through every path of the replay harness.
+
+        Returns:
+            `AttentionComparisonReport.to_dict` of each layer.
+        """
+        from rl_attn_plugin.replay import compare_attention
+
+        return [
+            compare_attention(
+                inputs,
+                query_chunk_size=chunk_size,
+                kv_page_size=page_size,
+                require_transformer_engine=True,
+                label=label,
+            ).to_dict()
+            for label, inputs in self._policy.attention_inputs(sequences, layers).items()
+        ]
 
 
 class RolloutWorker(_Worker):

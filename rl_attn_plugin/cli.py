@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rl_attn_plugin.bench.run import BenchConfig
-from rl_attn_plugin.launch.config import JobConfig
+from rl_attn_plugin.launch.config import CompareConfig, JobConfig
 
 EXIT_USAGE = 1
 
@@ -35,6 +36,31 @@ def parity(config: JobConfig) -> int:
     except ModuleNotFoundError as error:
         return _missing("rl-attn parity", error)
     return run(config)
+
+
+def compare(captured: Path | None = None, /, config: CompareConfig = CompareConfig()) -> int:  # noqa: B008
+    """Compute one attention layer the trainer's way and the rollout's ways, and say what changes which bits.
+
+    Full prefill is the reference. Against it: chunked prefill, pages, decode token by token with a shared prefix,
+    partials merged by the plugin and by TransformerEngine's own code, an fp8 cache, fused rotation; and other
+    libraries' decode against their own prefill. Chunks, pages and decode must be bit-equal.
+
+    Exit status: 0 PASS, 2 DRIFT, 3 INCONCLUSIVE (--require-te and there is none), 1 bad input or wrong usage.
+
+    Examples:
+      rl-attn compare
+      rl-attn compare --batch 1 --length 8192 --heads 32 --kv-heads 8 --head-dim 128     # on a GPU
+      rl-attn compare captured/        # layers of a real model, see capture_attention_inputs
+
+    Args:
+        captured: Folder with captured inputs. Default: random ones.
+        config: How.
+    """
+    try:
+        from rl_attn_plugin.launch.compare import run
+    except ModuleNotFoundError as error:
+        return _missing("rl-attn compare", error)
+    return run(config, captured)
 
 
 def doctor() -> int:
@@ -89,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     app = tyro.extras.SubcommandApp()
     app.command(parity)
+    app.command(compare)
     app.command(doctor)
     app.command(bench)
     try:

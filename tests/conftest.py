@@ -15,7 +15,7 @@ _NEEDS = {
     "te": ("transformer_engine", "TransformerEngine"),
     "vllm": ("vllm", "vLLM"),
 }
-_POISONED = ("rl_attn_plugin.eager", "rl_attn_plugin.kernels", "rl_attn_plugin.ops")
+_POISONED = ("rl_attn_plugin.eager", "rl_attn_plugin.kernels", "rl_attn_plugin.ops", "rl_attn_plugin.replay")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

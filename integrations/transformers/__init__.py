@@ -10,6 +10,7 @@ for.
 
 from __future__ import annotations
 
+from rl_attn_plugin.integrations.transformers.capture import capture_attention_inputs
 from rl_attn_plugin.integrations.transformers.paged import PagedCache, paged_forward
 from rl_attn_plugin.integrations.transformers.scoring import score_packed
 from rl_attn_plugin.integrations.transformers.sessions import NativeSession, PagedSession
@@ -27,6 +28,7 @@ __all__ = [
     "PagedCache",
     "PagedSession",
     "attention_implementation",
+    "capture_attention_inputs",
     "load_config",
     "load_model",
     "load_tokenizer",

@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rl_attn_plugin.launch.config import Fault
+from rl_attn_plugin.replay import AttentionComparisonInputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +101,20 @@ class Policy(Protocol):
         Returns:
             For each sequence fp32 ``[L - start]`` on the CPU: entry j is the log-prob of token ``start +
             j`` given those before it.
+        """
+        ...
+
+    def attention_inputs(
+        self, sequences: Sequence[Sequence[int]], layers: Sequence[int]
+    ) -> dict[str, AttentionComparisonInputs]:
+        """What layers hand to their attention in a full prefill of whole sequences.
+
+        Args:
+            sequences: token ids.
+            layers: indices, negative ones from the end; empty for the first, the middle and the last.
+
+        Returns:
+            By label, on the model's device.
         """
         ...
 

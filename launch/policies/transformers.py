@@ -16,6 +16,7 @@ from torch import Tensor
 from rl_attn_plugin.integrations import transformers as plugin
 from rl_attn_plugin.launch.config import Fault
 from rl_attn_plugin.launch.policies.base import PolicyIdentity, PolicySpec, Session
+from rl_attn_plugin.replay import AttentionComparisonInputs
 
 ATTENTION = {"native": "sdpa", "plugin": "rl_attn"}
 
@@ -75,6 +76,13 @@ class TransformersPolicy:
         return plugin.score_packed(
             self._model, sequences, temperature=temperature, starts=starts, attn_implementation=ATTENTION[arm]
         )
+
+    def attention_inputs(
+        self, sequences: Sequence[Sequence[int]], layers: Sequence[int]
+    ) -> dict[str, AttentionComparisonInputs]:
+        """See `Policy.attention_inputs`; the layers before a captured one run the plugin's attention."""
+        with plugin.attention_implementation(self._model, ATTENTION["plugin"]):
+            return plugin.capture_attention_inputs(self._model, sequences, layers=layers or None)
 
     def open(self, arm: str, capacities: Sequence[int], *, scatter_pages: bool = False) -> Session:
         """See `Policy.open`."""

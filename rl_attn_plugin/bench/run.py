@@ -255,7 +255,7 @@ def merge(bench: Bench) -> None:
 
 
 def _decode_row(peer: Peer, q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
-    return peer.decode(q[:, at : at + 1], k[:, : at + 1], v[:, : at + 1])[0]
+    return peer.decode(q[:, at : at + 1], k[:, : at + 1], v[:, : at + 1], None)[0]
 
 
 def agreement(bench: Bench) -> None:
@@ -273,7 +273,7 @@ def agreement(bench: Bench) -> None:
         OURS: (rl.flash_attention(q, k, v).out[0], ours)
     }
     for peer in importable_peers():
-        ways[peer.name] = (peer.prefill(q, k, v)[0], partial(_decode_row, peer, q, k, v))
+        ways[peer.name] = (peer.prefill(q, k, v, None)[0], partial(_decode_row, peer, q, k, v))
     places = range(16, length, 61)
     for name, (full, one) in ways.items():
         gaps = [(one(at)[0].float() - full[at].float()).abs().max().item() for at in places]

@@ -148,9 +148,10 @@ def _check_readout(why: Reasons, x: AttentionComparisonInputs) -> None:
         return
     why.need(active is None or ids is not None, "active_token_mask must come with target_ids, got None")
     given = {"lm_head_weight": weight, "target_ids": ids, "active_token_mask": active}
+    here = True
     for name, tensor in given.items():
         if tensor is not None:
-            why.need(
+            here &= why.need(
                 tensor.device == x.q.device,
                 "{} must be on q's device {}, got {}",
                 name,
@@ -168,7 +169,7 @@ def _check_readout(why: Reasons, x: AttentionComparisonInputs) -> None:
     if weight is None or ids is None:
         return
     width = x.q.shape[2] * x.v.shape[3]
-    sound = why.need(
+    sound = here & why.need(
         weight.dim() == 2 and weight.shape[-1] == width and weight.is_floating_point(),
         "lm_head_weight must be floating point [V, Hq * Dv = {}], got {} {}",
         width,
@@ -217,7 +218,7 @@ def _check_rope(why: Reasons, x: AttentionComparisonInputs) -> None:
         "rope_positions must be int32 or int64, got {}",
         positions.dtype,
     )
-    why.need(
+    sound &= why.need(
         positions.device == x.q.device,
         "rope_positions must be on q's device {}, got {}",
         x.q.device,

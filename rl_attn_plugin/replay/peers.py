@@ -19,6 +19,7 @@ from rl_attn_plugin.replay.results import AttentionPathResult, PathProvenance
 from rl_attn_plugin.types import AttentionOutput
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Scaled = Callable[[Tensor, Tensor, Tensor, "float | None"], Tensor]
 
 SDPA = {"torch-flash": SDPBackend.FLASH_ATTENTION, "torch-cudnn": SDPBackend.CUDNN_ATTENTION}
 _ROWS = 64  # decoded positions of a sequence
@@ -30,14 +31,14 @@ class Peer:
 
     Attributes:
         name: of it.
-        prefill: causal attention of ``[1, S, H, D]``.
-        decode: attention of one query ``[1, 1, H, D]`` over the keys up to it.
+        prefill: causal attention of ``[1, S, H, D]``, with a scale.
+        decode: attention of one query ``[1, 1, H, D]`` over the keys up to it, with a scale.
         source: the module it comes from.
     """
 
     name: str
-    prefill: Attention
-    decode: Attention
+    prefill: Scaled
+    decode: Scaled
     source: str
 
 
@@ -46,14 +47,15 @@ def flash_attention_3() -> ModuleType | None:
     return _importable("flash_attn_interface") or _importable("fa3_fwd_interface")
 
 
-def sdpa(backend: SDPBackend) -> Attention:
+def sdpa(backend: SDPBackend) -> Callable[..., Tensor]:
     """torch SDPA restricted to one backend; causal where queries and keys are equally many."""
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
         with sdpa_kernel(backend):
             # top-left is bottom-right for equal lengths, and one query sees every key
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
+            causal = q.shape[2] > 1
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
         return out.transpose(1, 2)
 
     return run
@@ -78,12 +80,16 @@ def importable_peers() -> list[Peer]:
 
 
 def _flash_attention(name: str, module: ModuleType, options: dict[str, Any]) -> Peer:
-    def prefill(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return first(module.flash_attn_func(q, k, v, causal=True))
+    def prefill(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        return first(module.flash_attn_func(q, k, v, softmax_scale=scale, causal=True))
 
-    def decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def decode(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         used = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
-        return first(module.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True, **options))
+        return first(
+            module.flash_attn_with_kvcache(
+                q, k, v, cache_seqlens=used, softmax_scale=scale, causal=True, **options
+            )
+        )
 
     return Peer(name, prefill, decode, module.__name__)
 
@@ -111,13 +117,13 @@ def decode_and_prefill(r: Replay, peer: Peer) -> tuple[AttentionPathResult, Atte
     p, x = r.packed, r.inputs
     extras = [name for name, given in {
         "a window": x.window != (-1, -1), "softcap": x.softcap, "sinks": x.sinks is not None,
-        "attention that is not causal": not x.causal, "a scale of its own": x.scale is not None,
+        "attention that is not causal": not x.causal,
         "fewer queries than keys": p.queries != p.keys,
     }.items() if given]  # fmt: skip
     if extras:
         raise NotHere(f"{peer.name} is compared without {', '.join(extras)}")
     try:
-        prefill, decode, rows = _both(p, peer)
+        prefill, decode, rows = _both(p, peer, x.scale)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as refusal:
         raise NotHere(f"{peer.name} refuses: {str(refusal).strip().splitlines()[0]}") from refusal
     positions = sampled_rows(max(p.keys))
@@ -134,7 +140,7 @@ def decode_and_prefill(r: Replay, peer: Peer) -> tuple[AttentionPathResult, Atte
     return result("decode", decode), result("prefill", prefill)
 
 
-def _both(p: Packed, peer: Peer) -> tuple[Tensor, Tensor, Tensor]:
+def _both(p: Packed, peer: Peer, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """Prefill and decode ``[N, Hq, Dv]`` at the sampled rows of every sequence, and those rows."""
     whole, ones, rows = [], [], []
     for queries, keys in p.sequences:
@@ -142,7 +148,7 @@ def _both(p: Packed, peer: Peer) -> tuple[Tensor, Tensor, Tensor]:
         if not q.shape[1]:
             continue
         at = sampled_rows(q.shape[1])
-        whole.append(peer.prefill(q, k, v)[0, at])
-        ones += [peer.decode(q[:, t : t + 1], k[:, : t + 1], v[:, : t + 1])[0] for t in at]
+        whole.append(peer.prefill(q, k, v, scale)[0, at])
+        ones += [peer.decode(q[:, t : t + 1], k[:, : t + 1], v[:, : t + 1], scale)[0] for t in at]
         rows += [queries.start + t for t in at]
     return torch.cat(whole), torch.cat(ones), torch.tensor(rows, device=p.device)

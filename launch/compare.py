@@ -1,0 +1,104 @@
+"""``rl-attn compare``: one attention layer computed the trainer's way and the rollout's ways, on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from rl_attn_plugin.launch.config import CompareConfig
+from rl_attn_plugin.launch.errors import StoreError
+from rl_attn_plugin.launch.store import COMPARISONS, write_atomic, write_failure
+from rl_attn_plugin.replay import AttentionComparisonInputs, AttentionComparisonReport, synthetic_inputs
+from rl_attn_plugin.replay.captures import load_captures
+from rl_attn_plugin.replay.compare import compare_attention
+from rl_attn_plugin.replay.decode import DecodeOptions
+
+EXIT_STATUS = {"PASS": 0, "DRIFT": 2, "INCONCLUSIVE": 3}
+EXIT_ERROR = 1
+
+
+def run(config: CompareConfig, captured: Path | None = None, *, console: Console | None = None) -> int:
+    """Compares, prints, and writes both files.
+
+    Args:
+        config: how.
+        captured: a folder of `capture_attention_inputs`; random inputs if None.
+        console: where to print; standard output if None.
+
+    Returns:
+        0 PASS, 2 DRIFT, 3 INCONCLUSIVE, 1 bad input.
+    """
+    console = console or Console()
+    try:
+        return _run(config, captured, console)
+    except (ValueError, ImportError, NotImplementedError, StoreError) as error:
+        Console(stderr=True).print(
+            f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        console.print("interrupted: nothing was written", highlight=False)
+        return 130
+
+
+def _run(config: CompareConfig, captured: Path | None, console: Console) -> int:
+    from rl_attn_plugin.report.comparison import print_comparisons
+    from rl_attn_plugin.report.comparison_html import render_comparison_html
+
+    layers = _inputs(config, captured)
+    reports: list[AttentionComparisonReport] = []
+    with console.status("comparing") as status:
+        for label, inputs in layers.items():
+            reports.append(
+                compare_attention(
+                    inputs,
+                    query_chunk_size=config.query_chunk_size,
+                    kv_page_size=config.kv_page_size,
+                    require_transformer_engine=config.require_te,
+                    include_peers=config.peers,
+                    decode=DecodeOptions(tokens_per_step=config.tokens_per_step),
+                    impl=config.impl,
+                    seed=config.synthetic.seed,
+                    label=label,
+                    on_path=lambda path, label=label: status.update(f"{label}: {path}"),  # type: ignore[misc]
+                )
+            )
+    print_comparisons(reports, console)
+    content = {"schema": COMPARISONS, "reports": [report.to_dict() for report in reports]}
+    texts = {
+        "comparison.json": json.dumps(content, indent=1, allow_nan=False) + "\n",
+        "comparison.html": render_comparison_html(reports),
+    }
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(write_failure(config.out, error)) from error
+    for name, text in texts.items():
+        write_atomic(config.out / name, text.encode("utf-8"))
+    console.print(f"report: {config.out / 'comparison.html'}", soft_wrap=True, highlight=False, markup=False)
+    return max((EXIT_STATUS[report.verdict] for report in reports), key=_severity)
+
+
+def _severity(status: int) -> int:
+    return (0, 3, 2).index(status)
+
+
+def _inputs(config: CompareConfig, captured: Path | None) -> dict[str, AttentionComparisonInputs]:
+    import torch
+
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no usable CUDA device (rl-attn doctor says why)")
+    if captured is not None:
+        return {label: inputs.to(device) for label, inputs in load_captures(captured).items()}
+    s = config.synthetic
+    inputs = synthetic_inputs(
+        batch=s.batch, length=s.length, heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim, vocab=s.vocab,
+        dtype=getattr(torch, s.dtype), seed=s.seed, device=device, rope=s.head_dim % 2 == 0,
+    )  # fmt: skip
+    return {"synthetic": inputs}
