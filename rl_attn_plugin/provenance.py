@@ -33,7 +33,6 @@ _ENVIRONMENT = (
     "NVTE_",
     "OMP_",
     "ONEDNN_",
-    "RL_ATTN_",
     "TORCH_",
     "TRITON_",
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +18,12 @@ from rl_attn_plugin.replay.peers import SDPA, Attention, first, flash_attention_
 
 def transformer_engine(heads: int, kv_heads: int, dim: int) -> Attention | None:
     """TransformerEngine's DotProductAttention, or None where it cannot be imported."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return None
     try:
         module = importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError):
+    except (ImportError, OSError, RuntimeError) as reason:
+        print(f"  transformer-engine cannot be imported: {reason}", file=sys.stderr)  # noqa: T201
         return None
     layer = module.DotProductAttention(
         heads, dim, num_gqa_groups=kv_heads, qkv_format="bshd", attn_mask_type="causal"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from rl_attn_plugin.ops.cache import write_kv_cache
-from rl_attn_plugin.replay.packing import Packed, ints, offsets
-from rl_attn_plugin.replay.pages import make_pages
+from rl_attn_plugin.replay.packing import Packed
+from rl_attn_plugin.replay.pages import Pages, make_pages
 from rl_attn_plugin.replay.paths import NotHere, Replay
 from rl_attn_plugin.replay.results import AttentionPathResult
 from rl_attn_plugin.types import AttentionOutput
@@ -110,36 +111,71 @@ def decode_replay(r: Replay, options: DecodeOptions) -> list[AttentionPathResult
     out = torch.empty(
         samples // batch, *p.q.shape[:2], p.v.shape[-1], dtype=r.inputs.out_dtype, device=p.device
     )
-    lse = torch.empty(samples // batch, p.q.shape[1], p.q.shape[0], device=p.device)
-    firsts = torch.tensor([q.start for q, _ in p.sequences], device=p.device).repeat(samples // batch)
-    lengths = torch.tensor(doubled.keys, device=p.device)
-    sample = torch.arange(samples, device=p.device) // batch
-    longest = max(p.keys)
-    for begin in range(0, longest, options.tokens_per_step):
-        end = min(begin + options.tokens_per_step, longest)
-        at = torch.arange(begin, end, device=p.device)[None].expand(samples, -1)
-        real = at < lengths[:, None]
-        # row-major over (sequence, token): the order in which the call packs them
-        token = (firsts[:, None] + at)[real]
-        which = sample[:, None].expand_as(at)[real]
-        place = (
-            pages.table.gather(1, (at // size).clamp(max=pages.table.shape[1] - 1)).long() * size + at % size
-        )
-        slots = place.masked_fill((sample[:, None] > 0) & (at < shared * size), -1)[real]
-        write_kv_cache(p.k[token], p.v[token], pages.k, pages.v, slots, impl=r.backend.impl)
-        counts = [max(min(end, n) - begin, 0) for n in doubled.keys]
+    lse = torch.empty(samples // batch, p.q.shape[0], p.q.shape[1], device=p.device)
+    steps = _steps(p, samples // batch, options.tokens_per_step)
+    slots = _slots(pages, steps, shared * size)
+    for n, (begin, end) in enumerate(pairwise(steps.bounds)):
+        token, which = steps.token[begin:end], steps.copy[begin:end]
+        write_kv_cache(p.k[token], p.v[token], pages.k, pages.v, slots[begin:end], impl=r.backend.impl)
         found = r.backend.paged(
-            p.q[token], pages.k, pages.v, offsets(counts, p.device),
-            ints([min(end, n) for n in doubled.keys], p.device), pages.table, end - begin, longest,
+            p.q[token], pages.k, pages.v, steps.cu_q[n], steps.used[n], pages.table, options.tokens_per_step, max(p.keys)
         )  # fmt: skip
-        out[which, token], lse[which, :, token] = found.out, found.lse.t()
+        out[which, token], lse[which, token] = found.out, found.lse.t()
 
     def result(name: str, n: int, **more: object) -> AttentionPathResult:
         bounds = None if options.tokens_per_step == 1 else options.tokens_per_step
         how = {} if bounds is None else {"chunk_bounds": [[0, bounds]]}
-        return r.result(name, AttentionOutput(out[n], lse[n]), "paged", kv_page_size=size, **how, **more)
+        return r.result(name, AttentionOutput(out[n], lse[n].t()), "paged", kv_page_size=size, **how, **more)
 
     results = [result(DECODE, 0)]
     if shared:
         results.append(result(SHARED, 1, prefix_length=shared * size))
     return results
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Which tokens each step feeds, made at once on the host so that no step waits for the device.
+
+    Attributes:
+        bounds: of each step in the flat arrays.
+        token: ``[N]`` packed row.
+        copy: ``[N]``, 0 for the first sample of a sequence, 1 for the second.
+        sample: ``[N]`` row of the block table.
+        position: ``[N]`` in its sequence.
+        cu_q: int32 ``[steps, samples + 1]``.
+        used: int32 ``[steps, samples]``.
+    """
+
+    bounds: list[int]
+    token: Tensor
+    copy: Tensor
+    sample: Tensor
+    position: Tensor
+    cu_q: Tensor
+    used: Tensor
+
+
+def _steps(p: Packed, copies: int, width: int) -> _Steps:
+    lengths = torch.tensor(p.keys * copies)
+    firsts = torch.tensor([q.start for q, _ in p.sequences] * copies)
+    begins = torch.arange(0, max(p.keys), width)
+    # [steps, samples, width], in the order in which a call packs its tokens
+    position = (begins[:, None, None] + torch.arange(width)).expand(-1, len(lengths), -1)
+    real = position < lengths[:, None]
+    sample = torch.arange(len(lengths))[:, None].expand_as(position)
+    used = torch.minimum(begins[:, None] + width, lengths)
+    counts = real.sum(2)
+    bounds = torch.nn.functional.pad(counts.sum(1).cumsum(0), (1, 0))
+    sample, position = sample[real], position[real]
+    token, copy = firsts[sample] + position, sample // len(p.keys)
+    cu_q = torch.nn.functional.pad(counts.cumsum(1), (1, 0)).int()
+    tensors = (x.to(p.device) for x in (token, copy, sample, position, cu_q, used.int()))
+    return _Steps(bounds.tolist(), *tensors)
+
+
+def _slots(pages: Pages, steps: _Steps, shared: int) -> Tensor:
+    """Where each token's keys and values go; -1 for a second sample's tokens in shared pages."""
+    page = pages.table[steps.sample, steps.position // pages.size].long()
+    slots = page * pages.size + steps.position % pages.size
+    return slots.masked_fill((steps.copy > 0) & (steps.position < shared), -1)

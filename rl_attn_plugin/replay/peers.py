@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -22,7 +23,8 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Scaled = Callable[[Tensor, Tensor, Tensor, "float | None"], Tensor]
 
 SDPA = {"torch-flash": SDPBackend.FLASH_ATTENTION, "torch-cudnn": SDPBackend.CUDNN_ATTENTION}
-_ROWS = 64  # decoded positions of a sequence
+_ROWS = 64  # decoded positions of a sequence, at most
+_FIRST = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +104,9 @@ def _importable(name: str) -> ModuleType | None:
 
 
 def sampled_rows(length: int) -> list[int]:
-    """Positions that are decoded: all of a short sequence, else evenly spread ones and the last."""
-    if length <= _ROWS:
-        return list(range(length))
-    return sorted({round(i * (length - 1) / (_ROWS - 1)) for i in range(_ROWS)})
+    """Positions that are decoded, evenly spread up to the last; without the first few, which some peers refuse."""
+    first = min(_FIRST, length - 1)
+    return sorted({first + round(i * (length - 1 - first) / (_ROWS - 1)) for i in range(_ROWS)})
 
 
 def decode_and_prefill(r: Replay, peer: Peer) -> tuple[AttentionPathResult, AttentionPathResult]:
@@ -123,7 +124,9 @@ def decode_and_prefill(r: Replay, peer: Peer) -> tuple[AttentionPathResult, Atte
     if extras:
         raise NotHere(f"{peer.name} is compared without {', '.join(extras)}")
     try:
-        prefill, decode, rows = _both(p, peer, x.scale)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch tells in warnings why each other backend was not used
+            prefill, decode, rows = _both(p, peer, x.scale)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as refusal:
         raise NotHere(f"{peer.name} refuses: {str(refusal).strip().splitlines()[0]}") from refusal
     positions = sampled_rows(max(p.keys))
