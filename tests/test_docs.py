@@ -17,9 +17,11 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if BLOCK.search(p.read_text(encoding="utf-8"))], ids=lambda p: p.name
 )
-def test_code_runs(page: Path) -> None:
+def test_code_runs(page: Path, tmp_path: Path) -> None:
     code = "\n".join(BLOCK.findall(page.read_text(encoding="utf-8")))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
 
 
