@@ -11,7 +11,7 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,19 @@ from rl_attn_plugin.report.files import write_atomic
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from rl_attn_plugin.replay import AttentionComparisonReport
+
 _TEMPLATES = Path(__file__).parent / "templates"
 _PROMPT_SHOWN = 400  # characters of a worst token's prompt, from its end
 
 
-def write_html(report: DriftReport, table: pa.Table, manifest: Mapping[str, Any], path: Path) -> None:
+def write_html(
+    report: DriftReport,
+    table: pa.Table,
+    manifest: Mapping[str, Any],
+    path: Path,
+    comparisons: Sequence[AttentionComparisonReport] = (),
+) -> None:
     """Writes ``report.html``.
 
     Args:
@@ -36,14 +44,20 @@ def write_html(report: DriftReport, table: pa.Table, manifest: Mapping[str, Any]
         manifest: of the run: model, sampling, samples, configuration, provenance, timing. All of it may be
             missing.
         path: where; whole or not there.
+        comparisons: of layers of the model, see `rl_attn_plugin.replay`.
 
     Raises:
         OSError: it cannot be written; what was there before is still there.
     """
-    write_atomic(path, render_html(report, table, manifest))
+    write_atomic(path, render_html(report, table, manifest, comparisons))
 
 
-def render_html(report: DriftReport, table: pa.Table, manifest: Mapping[str, Any]) -> str:
+def render_html(
+    report: DriftReport,
+    table: pa.Table,
+    manifest: Mapping[str, Any],
+    comparisons: Sequence[AttentionComparisonReport] = (),
+) -> str:
     """The page as text.
 
     Raises:
@@ -75,6 +89,7 @@ def render_html(report: DriftReport, table: pa.Table, manifest: Mapping[str, Any
     script = (_TEMPLATES / "report.js").read_text("utf-8")
     return environment.get_template("report.html.j2").render(
         report=report,
+        comparisons=comparisons,
         words=words,
         steps=STEPS,
         total=TOTAL,

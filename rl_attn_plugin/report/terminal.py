@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_attn_plugin.drift import TOTAL, DriftReport, WorstToken
@@ -15,6 +15,8 @@ from rl_attn_plugin.report.words import (
     attention_share,
     headline,
     interval,
+    kept,
+    largest,
     number,
     owner,
     percent,
@@ -28,19 +30,28 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from rl_attn_plugin.replay import AttentionComparisonReport
+
 _STYLES = {"PASS": "green", "DRIFT": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
 _WORST = 6
 _WIDE = 96  # columns below which the table of statistics leaves some out
 _BESIDE_CONTEXT = 56  # columns of the table of worst tokens that are not context
 
 
-def print_report(report: DriftReport, console: Console, *, manifest: Mapping[str, Any] | None = None) -> None:
-    """Verdict, statistics by arm and path, telescoped steps, and the worst tokens.
+def print_report(
+    report: DriftReport,
+    console: Console,
+    *,
+    manifest: Mapping[str, Any] | None = None,
+    comparisons: Sequence[AttentionComparisonReport] = (),
+) -> None:
+    """Verdict, statistics by arm and path, telescoped steps, the worst tokens, and layers that were compared.
 
     Args:
         report: what to print.
         console: where.
         manifest: of the run, for the model and how its tokens were drawn.
+        comparisons: of layers of the model, see `rl_attn_plugin.replay`.
     """
     from rich.panel import Panel
     from rich.text import Text
@@ -64,8 +75,17 @@ def print_report(report: DriftReport, console: Console, *, manifest: Mapping[str
     if manifest is not None:
         console.print(Text(f"{Sampling.of(manifest)}.", style="dim"))
     console.print(Text(f"{SIGN}.", style="dim"))
-    if not report.arms:
-        return
+    if report.arms:
+        _print_arms(report, console)
+    if comparisons:
+        console.print(_layers(comparisons))
+        for reason in dict.fromkeys(f"{u.name}: {u.reason}" for c in comparisons for u in c.unavailable):
+            console.print(Text(f"unavailable: {visible(reason)}", style="dim"))
+
+
+def _print_arms(report: DriftReport, console: Console) -> None:
+    from rich.text import Text
+
     console.print(_paths(report, console.width))
     console.print(_steps(report))
     for arm in report.arms:
@@ -142,6 +162,28 @@ def _steps(report: DriftReport) -> Table:
             within = interval(contrast)
             cells.append(share(contrast.share) + (f"  ({within})" if within else ""))
         table.add_row(STEP_LABELS[step], *cells, style="bold" if step == TOTAL else "")
+    return table
+
+
+def _layers(comparisons: Sequence[AttentionComparisonReport]) -> Table:
+    table = _table("\nLayers of the model, every way against full prefill: largest difference")
+    for name in ("layer", "path"):
+        table.add_column(name, no_wrap=True)
+    for name in ("out", "lse"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("has to be")
+    for found in comparisons:
+        rows = [row for row in found.drifts if row.reference_name == found.reference_name]
+        for row in rows:
+            table.add_row(
+                visible(found.label) if row is rows[0] else "",
+                row.name,
+                largest(row.out),
+                largest(row.lse),
+                kept(row),
+                style="red" if row.check is not None and not row.check.passed else "",
+                end_section=row is rows[-1],
+            )
     return table
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rl_attn_plugin.drift import STEPS, TOTAL, Check, Contrast, DriftReport, checks
+from rl_attn_plugin.replay import AttentionPathDrift, TensorDrift
 
 PATH_LABELS = {
     "recorded": "as recorded",
@@ -144,10 +146,17 @@ def headline(report: DriftReport) -> str:
         return f"Trainer and rollout agree: on {number(count)} tokens every number is within its bound."
     if report.verdict == "DRIFT":
         over = sum(not check.passed for check in made)
+        if not over:
+            return (
+                f"On {number(count)} tokens every number is within its bound, but a layer's attention lost what it "
+                "has to keep."
+            )
         return (
             f"Trainer and rollout disagree: on {number(count)} tokens {over} of {len(made)} numbers "
             f"{'is' if over == 1 else 'are'} above {'its' if over == 1 else 'their'} bound."
         )
+    if report.verdict == "INCONCLUSIVE" and count >= report.min_tokens:
+        return f"On {number(count)} tokens every number is within its bound, but the oracle that was asked for is missing."
     if report.verdict == "INCONCLUSIVE":
         return "There is too little data to tell whether trainer and rollout agree."
     return "The data contradict themselves or are incomplete, so they cannot be judged."
@@ -189,3 +198,20 @@ def attention_share(report: DriftReport) -> str | None:
 def step_names(report: DriftReport) -> list[str]:
     """Steps in telescoping order, then their sum if the arms are contrasted."""
     return [*STEPS, TOTAL] if report.attention else list(STEPS)
+
+
+def kept(row: AttentionPathDrift) -> str:
+    """What a path had to keep, and whether it did."""
+    if row.check is None:
+        return ""
+    wanted = "bit-equal" if row.check.expectation == "bit_equal" else "within its bound"
+    return wanted if row.check.passed else f"NOT {wanted}"
+
+
+def largest(drift: TensorDrift | None) -> str:
+    """The largest difference; ``equal`` where there is none at all."""
+    if drift is None or drift.max_abs is None:
+        return _NO_NUMBER
+    if drift.bit_equal:
+        return "equal"
+    return "∞" if drift.max_abs == math.inf else number(drift.max_abs)

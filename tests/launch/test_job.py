@@ -212,6 +212,32 @@ def test_finished_run_is_shown_again_without_work(
     assert (undisturbed / "manifest.json").stat().st_mtime_ns == before
 
 
+def test_an_oracle_that_was_asked_for_and_is_missing(
+    job: Job, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Layers are compared in the trainer's worker, after the tokens; a finished run needs nothing else done again."""
+    shutil.copytree(undisturbed, tmp_path / "run")
+    status, run = job("--te-oracle")
+    said = _said(capsys)
+    assert status == 3 and "transformer_engine is not installed" in said and "paged_kv_merge" in said
+    assert read_tokens(run).equals(read_tokens(undisturbed))
+    assert read_manifest(run)["created"] == read_manifest(undisturbed)["created"]
+    reports = json.loads((run / "comparisons.json").read_text())["reports"]
+    assert [found["label"] for found in reports] == ["layer-00", "layer-01"]
+    for found in reports:
+        rows = {row["name"]: row for row in found["drifts"]}
+        for name in ("chunked_prefill", "paged_kv", "decode_replay"):
+            assert rows[name]["out"]["bit_equal"] and rows[name]["check"]["passed"]
+        assert found["shapes"]["padding"] > 0
+    page = (run / "report.html").read_text()
+    assert "Layers, every way" in page and "decode_replay" in page
+    before = (run / "comparisons.json").stat().st_mtime_ns
+    assert job("--te-oracle")[0] == 3 and (run / "comparisons.json").stat().st_mtime_ns == before
+    assert job()[0] == 0  # what was not asked for does not count
+    status, _ = job("--te-oracle", "--te-oracle-layers", "1", "7")
+    assert status == 1 and "--te-oracle: layers must be -2 to 1, got [7]" in _said(capsys)
+
+
 def test_rerun_measures_again_and_keeps_the_old(job: Job, undisturbed: Path, tmp_path: Path) -> None:
     shutil.copytree(undisturbed, tmp_path / "run")
     time.sleep(1.1)  # "created" has seconds
