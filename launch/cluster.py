@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_attn_plugin.launch.config import ARM_UNDER_TEST, ARMS, PATHS, Sampling
+from rl_attn_plugin.launch.config import ARM_UNDER_TEST, PATHS, Sampling
 from rl_attn_plugin.launch.errors import JobError
 from rl_attn_plugin.launch.policies.base import PolicyIdentity, PolicySpec
 from rl_attn_plugin.launch.rollout import Request
@@ -76,16 +76,19 @@ class Pair:
     Args:
         trainer: what the trainer loads.
         rollout: what the rollout loads.
+        arms: that every shard is measured in.
         gpu: each takes half of the GPU, else one core.
         tries: how often one piece of work is started before giving up.
         say: prints a line for the user.
     """
 
     def __init__(
-        self, trainer: PolicySpec, rollout: PolicySpec, *, gpu: bool, tries: int, say: Callable[[str], None]
-    ) -> None:
+        self, trainer: PolicySpec, rollout: PolicySpec, *, arms: Sequence[str], gpu: bool, tries: int,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self._trainer = _Side("trainer", TrainerWorker, trainer, gpu=gpu)
         self._rollout = _Side("rollout", RolloutWorker, rollout, gpu=gpu)
+        self._arms = arms
         self._tries = tries
         self._say = say
         for side in (self._trainer, self._rollout):  # both load at once
@@ -182,6 +185,14 @@ class Pair:
                 peaks[side.name] = int(side.get(side.actor.peak_mib.remote()))
         return peaks
 
+    def audits(self) -> dict[str, dict[str, Any]]:
+        """What ran inside the batch-invariant mode on each side since it was started; a dead side is left out."""
+        found = {}
+        for side in (self._trainer, self._rollout):
+            with contextlib.suppress(_Died):
+                found[side.name] = side.get(side.actor.audit.remote())
+        return found
+
     def _measure_once(
         self, requests: Sequence[Request], sampling: Sampling, chunk_size: int, advance: Callable[[str], None]
     ) -> tuple[Sampled, dict[tuple[str, str], Scored]]:
@@ -194,7 +205,7 @@ class Pair:
         advance(f"{ARM_UNDER_TEST} sampled")
         scored = {(ARM_UNDER_TEST, "recorded"): sampled.recorded}
         pending: dict[Any, tuple[_Side, str, str]] = {}
-        for arm in ARMS:
+        for arm in self._arms:
             ref = trainer.actor.score.remote(arm, requests, sampled, sampling.temperature)
             pending[ref] = (trainer, arm, "full_prefill")
             for path in PATHS:

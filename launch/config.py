@@ -17,7 +17,7 @@ from typing import Any, Literal
 from rl_attn_plugin.drift import Thresholds
 
 ARM_UNDER_TEST = "plugin"
-ARMS = ("native", "plugin")
+ARMS = ("native", "plugin", "zero-drift")
 PATHS = ("recorded", "chunked_prefill", "decode_replay")
 
 Fault = Literal["none", "weights", "rope"]
@@ -112,6 +112,9 @@ class JobConfig:
     rerun: bool = False
     """Measure again if the run directory already holds a finished run (which is kept beside it). Unfinished
     runs always resume."""
+    arms: tuple[Literal["native", "plugin", "zero-drift"], ...] = ("native", "plugin", "zero-drift")
+    """What attention both sides run: the framework's own; the plugin's; the plugin's with every other operator made
+    row-invariant as well, where no token's log-prob may differ in any bit. plugin is judged."""
     te_oracle: bool = False
     """Also take layers of the model through the replay harness (rl-attn compare) with TransformerEngine's own
     merge as the oracle. Without a usable TransformerEngine the verdict is INCONCLUSIVE."""
@@ -132,6 +135,10 @@ class JobConfig:
             "be at least 1",
             self.max_prompts,
         )
+        _require(
+            ARM_UNDER_TEST in self.arms, "--arms", f"include {ARM_UNDER_TEST}, which is judged", self.arms
+        )
+        _require(len(set(self.arms)) == len(self.arms), "--arms", "name each arm once", self.arms)
         _require(self.min_tokens >= 1, "--min-tokens", "be at least 1", self.min_tokens)
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,6 +163,7 @@ class JobConfig:
             "rollout_model": self.rollout_model,
             "prompts": None if self.prompts is None else str(self.prompts),
             "max_prompts": self.max_prompts,
+            "arms": list(self.arms),
             **dataclasses.asdict(self.sampling),
             **dataclasses.asdict(self.batching),
             **runtime,

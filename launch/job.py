@@ -30,7 +30,7 @@ from rich.progress import (
 
 from rl_attn_plugin import __version__, drift, provenance, report
 from rl_attn_plugin.launch.cluster import Pair, local_ray
-from rl_attn_plugin.launch.config import ARM_UNDER_TEST, ARMS, PATHS, JobConfig
+from rl_attn_plugin.launch.config import ARM_UNDER_TEST, PATHS, JobConfig
 from rl_attn_plugin.launch.errors import JobError, StoreError
 from rl_attn_plugin.launch.policies.base import PolicyIdentity, PolicySpec
 from rl_attn_plugin.launch.policies.text import TextModel, load_text_model
@@ -129,7 +129,7 @@ def _measure(
     )
     rollout_spec = replace(spec, model=config.rollout_model or config.model)
     trainer_spec = replace(spec, fault=config.runtime.inject_fault)
-    phases = len(ARMS) * (1 + len(PATHS))
+    phases = len(config.arms) * (1 + len(PATHS))
     with _progress(console) as progress, local_ray(gpu=device == "cuda", logs=store.root / "logs"):
         task = progress.add_task(
             "starting two workers", total=len(shards) * phases, completed=len(done) * phases
@@ -137,6 +137,7 @@ def _measure(
         pair = Pair(
             trainer_spec,
             rollout_spec,
+            arms=config.arms,
             gpu=device == "cuda",
             tries=config.runtime.tries,
             say=partial(_say, console),
@@ -177,11 +178,14 @@ def _measure(
                 sequences, config.te_oracle_layers, config.batching.chunk_size, config.batching.page_size
             )
             store.write_comparisons(found, config.te_oracle_layers)
-        peaks = pair.peak_mib()
+        peaks, audit = pair.peak_mib(), pair.audits()
     if store.finished:  # only the comparison was missing
         return
     store.write_manifest(
-        state="finished", samples=_samples(done), timing=_timing(done, time.perf_counter() - started, peaks)
+        state="finished",
+        samples=_samples(done),
+        timing=_timing(done, time.perf_counter() - started, peaks),
+        audit=audit if "zero-drift" in config.arms else None,
     )
 
 
@@ -189,7 +193,11 @@ def _judge(config: JobConfig, console: Console, store: RunStore) -> int:
     """Statistics, verdict, ``drift.json``, ``report.html`` and the table, from what is in the store."""
     table = read_tokens(store.root)
     result = drift.summarize(
-        table, arm_under_test=ARM_UNDER_TEST, thresholds=config.thresholds, min_tokens=config.min_tokens
+        table,
+        arm_under_test=ARM_UNDER_TEST,
+        thresholds=config.thresholds,
+        min_tokens=config.min_tokens,
+        arms=config.arms,
     )
     layers = store.comparisons(config.te_oracle_layers) if config.te_oracle else None
     comparisons = [AttentionComparisonReport.from_dict(found) for found in layers or []]
@@ -330,7 +338,7 @@ def _shard(
     for i, ((sample, prompt), completion) in enumerate(zip(members, sampled.completions, strict=True)):
         count = len(completion.tokens)
         texts = [text.decode([token]) for token in completion.tokens]
-        for arm in ARMS:
+        for arm in dict.fromkeys(arm for arm, _ in scored):
             for path in PATHS:
                 columns["sample"] += [sample] * count
                 columns["position"] += range(len(prompt.tokens), len(prompt.tokens) + count)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from rl_attn_plugin.invariant import AuditReport
 from rl_attn_plugin.launch.config import Sampling
 from rl_attn_plugin.launch.policies.base import Policy, PolicyIdentity, PolicySpec
 from rl_attn_plugin.launch.rollout import (
@@ -50,7 +52,19 @@ class _Worker:
         actor.
         """
         self._policy: Policy = load_policy(spec)
+        self._audit = AuditReport()
         return self._policy.identity()
+
+    @contextmanager
+    def _computing(self, arm: str) -> Iterator[None]:
+        with self._policy.computing(arm) as mode:
+            yield
+        if mode is not None:
+            self._audit += mode.report()
+
+    def audit(self) -> dict[str, Any]:
+        """Every operator that ran inside the batch-invariant mode, by what is known of it."""
+        return self._audit.to_dict()
 
     def peak_mib(self) -> int:
         """Most memory this process has held, in MiB."""
@@ -67,9 +81,10 @@ class TrainerWorker(_Worker):
             (*request.prompt, *done.tokens)
             for request, done in zip(requests, sampled.completions, strict=True)
         ]
-        scores = self._policy.score(
-            arm, sequences, [len(request.prompt) for request in requests], temperature
-        )
+        with self._computing(arm):
+            scores = self._policy.score(
+                arm, sequences, [len(request.prompt) for request in requests], temperature
+            )
         logps = [score.numpy() for score in scores]
         return Scored(logps=logps, seconds=time.perf_counter() - start)
 
@@ -101,7 +116,8 @@ class RolloutWorker(_Worker):
     def sample(self, arm: str, requests: Sequence[Request], sampling: Sampling, chunk_size: int) -> Sampled:
         """Draws the completions of a shard with the arm's attention."""
         start = time.perf_counter()
-        completions, logps = sample_and_record(self._policy, arm, requests, sampling, chunk_size)
+        with self._computing(arm):
+            completions, logps = sample_and_record(self._policy, arm, requests, sampling, chunk_size)
         return Sampled(
             completions=completions, recorded=Scored(logps=logps, seconds=time.perf_counter() - start)
         )
@@ -123,7 +139,8 @@ class RolloutWorker(_Worker):
             "decode_replay": replay_decode,
         }[path]
         start = time.perf_counter()
-        logps = replay(self._policy, arm, requests, sampled.completions, sampling, chunk_size)
+        with self._computing(arm):
+            logps = replay(self._policy, arm, requests, sampled.completions, sampling, chunk_size)
         return Scored(logps=logps, seconds=time.perf_counter() - start)
 
 

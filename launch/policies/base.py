@@ -8,11 +8,13 @@ same for every framework.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from rl_attn_plugin.invariant import Mode
 from rl_attn_plugin.launch.config import Fault
 from rl_attn_plugin.replay import AttentionComparisonInputs
 
@@ -87,13 +89,17 @@ class Policy(Protocol):
         """Hashes of what was loaded, taken before any injected fault."""
         ...
 
+    def computing(self, arm: str) -> AbstractContextManager[Mode | None]:
+        """What every computation of an arm runs inside: the batch-invariant mode for ``"zero-drift"``, else nothing."""
+        ...
+
     def score(
         self, arm: str, sequences: Sequence[Sequence[int]], starts: Sequence[int], temperature: float
     ) -> list[Tensor]:
         """Log-probs of given sequences the trainer's way: all of them in one packed full prefill.
 
         Args:
-            arm: ``"native"`` or ``"plugin"``.
+            arm: ``"native"``, ``"plugin"`` or ``"zero-drift"``.
             sequences: token ids.
             starts: the first token of each sequence to score, at least 1.
             temperature: what the logits are divided by.
@@ -122,7 +128,7 @@ class Policy(Protocol):
         """Starts a batch.
 
         Args:
-            arm: ``"native"`` or ``"plugin"``.
+            arm: ``"native"``, ``"plugin"`` or ``"zero-drift"``.
             capacities: most tokens each row will hold.
             scatter_pages: place the rows' pages elsewhere than a fresh batch would.
         """

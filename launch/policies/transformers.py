@@ -1,24 +1,26 @@
 """The transformers policy: one model, both arms of attention.
 
 The native arm is what transformers does by itself: sdpa, a `DynamicCache`, padded batches. The plugin arm
-runs the same model with ``attn_implementation="rl_attn"``: packed batches over a paged cache. The weights
-are loaded once.
+runs the same model with ``attn_implementation="rl_attn"``: packed batches over a paged cache. The zero-drift
+arm does the same inside `batch_invariant`. The weights are loaded once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_attn_plugin.integrations import transformers as plugin
+from rl_attn_plugin.invariant import Mode, batch_invariant
 from rl_attn_plugin.launch.config import Fault
 from rl_attn_plugin.launch.policies.base import PolicyIdentity, PolicySpec, Session
 from rl_attn_plugin.replay import AttentionComparisonInputs
 
-ATTENTION = {"native": "sdpa", "plugin": "rl_attn"}
+ATTENTION = {"native": "sdpa", "plugin": "rl_attn", "zero-drift": "rl_attn"}
 
 
 class Float32Head(torch.nn.Module):
@@ -68,6 +70,10 @@ class TransformersPolicy:
     def identity(self) -> PolicyIdentity:
         """See `Policy.identity`."""
         return self._identity
+
+    def computing(self, arm: str) -> AbstractContextManager[Mode | None]:
+        """See `Policy.computing`."""
+        return batch_invariant() if arm == "zero-drift" else nullcontext()
 
     def score(
         self, arm: str, sequences: Sequence[Sequence[int]], starts: Sequence[int], temperature: float

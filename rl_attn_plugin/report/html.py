@@ -96,6 +96,7 @@ def render_html(
         checks=words.checks_of(report),
         sampling=words.Sampling.of(manifest),
         share=words.attention_share(report),
+        zero_drift=words.zero_drift(report, manifest),
         model=manifest.get("model") or {},
         created=str(manifest.get("created") or "").replace("T", " ").replace("+00:00", " UTC"),
         version=manifest.get("version"),
@@ -108,6 +109,7 @@ def render_html(
                 ("Configuration", "config"),
                 ("Provenance", "provenance"),
                 ("Timing", "timing"),
+                ("Operators of the zero-drift arm", "audit"),
             )
             if manifest.get(name)
         ],

@@ -23,6 +23,7 @@ from rl_attn_plugin.report.words import (
     share,
     step_names,
     visible,
+    zero_drift,
 )
 
 if TYPE_CHECKING:
@@ -76,14 +77,14 @@ def print_report(
         console.print(Text(f"{Sampling.of(manifest)}.", style="dim"))
     console.print(Text(f"{SIGN}.", style="dim"))
     if report.arms:
-        _print_arms(report, console)
+        _print_arms(report, console, manifest)
     if comparisons:
         console.print(_layers(comparisons))
         for reason in dict.fromkeys(f"{u.name}: {u.reason}" for c in comparisons for u in c.unavailable):
             console.print(Text(f"unavailable: {visible(reason)}", style="dim"))
 
 
-def _print_arms(report: DriftReport, console: Console) -> None:
+def _print_arms(report: DriftReport, console: Console, manifest: Mapping[str, Any] | None) -> None:
     from rich.text import Text
 
     console.print(_paths(report, console.width))
@@ -91,8 +92,8 @@ def _print_arms(report: DriftReport, console: Console) -> None:
     for arm in report.arms:
         console.print(Text.assemble((arm, "bold"), ": ", owner(report, arm)))
     owned = attention_share(report)
-    if owned:
-        console.print(Text(owned))
+    for line in ([owned] if owned else []) + zero_drift(report, manifest):
+        console.print(Text(line))
     if report.worst and report.worst[0].dlogp != 0:
         console.print(_worst(report, console.width))
 
@@ -111,8 +112,7 @@ def _table(title: str) -> Table:
 
 def _paths(report: DriftReport, width: int) -> Table:
     table = _table("\nTrainer (full prefill) against rollout, dlogp")
-    table.add_column("arm", no_wrap=True)
-    table.add_column("rollout path", no_wrap=True)
+    table.add_column("arm, rollout path", no_wrap=True)
     wide = width >= _WIDE
     names = (
         "mean",
@@ -125,6 +125,8 @@ def _paths(report: DriftReport, width: int) -> Table:
     for name in (*names, "bit-equal"):
         table.add_column(name, justify="right", no_wrap=True)
     for arm, found in report.arms.items():
+        style = "" if arm == report.arm_under_test else "dim"
+        table.add_row(arm, style=f"bold {style}")
         for path, drift in found.paths.items():
             d = drift.dlogp
             cells = [number(d.mean, signed=True), number(d.mean_abs)]
@@ -132,11 +134,10 @@ def _paths(report: DriftReport, width: int) -> Table:
             cells += [number(d.p99_abs), number(d.max_abs)]
             cells += [number(drift.policy.kl_k3)] if wide else []
             table.add_row(
-                arm if path == next(iter(found.paths)) else "",
-                PATH_LABELS.get(path, path),
+                f"  {PATH_LABELS.get(path, path)}",
                 *cells,
                 f"{d.bit_equal}/{d.active_count}",
-                style="" if arm == report.arm_under_test else "dim",
+                style=style,
                 end_section=path == list(found.paths)[-1],
             )
     return table
@@ -145,14 +146,15 @@ def _paths(report: DriftReport, width: int) -> Table:
 def _steps(report: DriftReport) -> Table:
     table = _table("Telescoped steps, mean |·| and share of the arm's drift")
     table.add_column("step")
-    for arm in report.arms:
+    arms = {name: arm for name, arm in report.arms.items() if any(arm.step_share.values())} or report.arms
+    for arm in arms:
         table.add_column(arm, justify="right", no_wrap=True)
         table.add_column("share", justify="right", no_wrap=True)
     if report.attention:
         table.add_column("attention's share", justify="right", no_wrap=True)
     for step in step_names(report):
         cells = []
-        for found in report.arms.values():
+        for found in arms.values():
             if step == TOTAL:
                 cells += [number(found.paths["recorded"].dlogp.mean_abs), ""]
             else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_attn_plugin.drift import STEPS, TOTAL, Check, Contrast, DriftReport, checks
+from rl_attn_plugin.invariant import Kind
 from rl_attn_plugin.replay import AttentionPathDrift, TensorDrift
 
 PATH_LABELS = {
@@ -193,6 +194,35 @@ def attention_share(report: DriftReport) -> str | None:
     if found.share < 0:
         return f"With the plugin's attention mean |dlogp| grows: attention's share is {share(found.share)}{within}."
     return f"Attention owns {percent(found.share)} of the native drift{within}."
+
+
+def zero_drift(report: DriftReport, manifest: Mapping[str, Any] | None) -> list[str]:
+    """What the zero-drift arm shows and costs, in sentences; empty without that arm."""
+    arm = report.arms.get("zero-drift")
+    if arm is None:
+        return []
+    count = arm.paths["recorded"].dlogp.active_count
+    equal = min(path.dlogp.bit_equal for path in arm.paths.values())
+    said = [
+        f"With every operator row-invariant, {number(equal)} of {number(count)} tokens are bit-equal between trainer and "
+        "rollout, along every path."
+    ]
+    rates = ((manifest or {}).get("timing") or {}).get("tokens_per_second") or {}
+    costs = [
+        f"{label} takes {number(rates[f'plugin/{phase}'] / rates[f'zero-drift/{phase}'])} times as long"
+        for phase, label in (("full_prefill", "scoring"), ("decode_replay", "decode"))
+        if rates.get(f"plugin/{phase}") and rates.get(f"zero-drift/{phase}")
+    ]
+    if costs:
+        said.append(f"What that costs against the plugin arm: {', '.join(costs)}.")
+    unknown = {
+        entry["operator"]
+        for side in ((manifest or {}).get("audit") or {}).values()
+        for entry in side.get(Kind.UNKNOWN.value, [])
+    }
+    if unknown:
+        said.append(f"Not known to be row-invariant: {', '.join(sorted(unknown))}.")
+    return said
 
 
 def step_names(report: DriftReport) -> list[str]:
