@@ -78,6 +78,46 @@ def rsqrt(x: Tensor) -> Tensor:
     return torch.reciprocal(torch.sqrt(_wide(x))).to(x.dtype)
 
 
+def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """grad * s * (1 + x (1 - s)) with s = sigmoid(x)."""
+    wide = _wide(x)
+    s = sigmoid(wide)
+    return (_wide(grad) * s * (1 + wide * (1 - s))).to(x.dtype)
+
+
+def softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
+    """grad * sigmoid(beta x), grad itself above the threshold."""
+    wide = _wide(x) * beta
+    return torch.where(wide > threshold, _wide(grad), _wide(grad) * sigmoid(wide)).to(x.dtype)
+
+
+def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    """x times the normal distribution's integral, by erf, or by tanh as asked for."""
+    if approximate != "tanh":
+        return torch.nn.functional.gelu(x)
+    wide = _wide(x)
+    return (0.5 * wide * (1 + torch.tanh(_bent(wide)))).to(x.dtype)
+
+
+def gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
+    """The gradient of `gelu`."""
+    if approximate != "tanh":
+        return torch.ops.aten.gelu_backward(grad, x)
+    wide = _wide(x)
+    t = torch.tanh(_bent(wide))
+    slope = _GELU_SCALE * (1 + 3 * _GELU_CUBE * wide * wide)
+    return (_wide(grad) * (0.5 * (1 + t) + 0.5 * wide * (1 - t * t) * slope)).to(x.dtype)
+
+
+# Hendrycks and Gimpel 2016, Gaussian Error Linear Units: sqrt(2 / pi) and the weight of the cube.
+_GELU_SCALE = 0.7978845608028654
+_GELU_CUBE = 0.044715
+
+
+def _bent(x: Tensor) -> Tensor:
+    return _GELU_SCALE * (x + _GELU_CUBE * x * x * x)
+
+
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 

@@ -52,6 +52,9 @@ ELEMENTWISE = _names(
     """
 )
 
+# On a CPU these round otherwise in the scalar code at the end of a tensor than in the vector code before it.
+PLACED_ON_CPU = _names("atan2 logaddexp logaddexp2 pow pow_ xlogy")
+
 # Reductions whose result does not depend on the order: maxima, integers, truth values.
 EXACT = _names(
     """

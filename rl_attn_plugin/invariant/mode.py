@@ -28,6 +28,10 @@ _CPU: dict[str, Callable[..., Tensor]] = {
     "softplus": cpu.softplus,
     "exp2": cpu.exp2,
     "rsqrt": cpu.rsqrt,
+    "gelu": cpu.gelu,
+    "silu_backward": cpu.silu_backward,
+    "softplus_backward": cpu.softplus_backward,
+    "gelu_backward": cpu.gelu_backward,
     "sigmoid_": lambda x: x.copy_(cpu.sigmoid(x)),
     "silu_": lambda x: x.copy_(cpu.silu(x)),
     "exp2_": lambda x: x.copy_(cpu.exp2(x)),
@@ -205,6 +209,8 @@ class _Dispatch(TorchDispatchMode):
                 return Kind.REPLACED, None, replacement
         if name.startswith("index_put") and (kwargs.get("accumulate") or args[3:4] == (True,)):
             return Kind.UNKNOWN, "adds up what is put into one place", None
+        if device == "cpu" and name in kinds.PLACED_ON_CPU and not _simple_power(name, args):
+            return Kind.UNKNOWN, "its last elements take other code than the rest, on a CPU", None
         if name in kinds.MOVES or name in kinds.ELEMENTWISE or name in kinds.EXACT:
             return Kind.ROWS, None, None
         if name in kinds.ROW_FUNCTIONS and device == "cpu":
@@ -212,6 +218,12 @@ class _Dispatch(TorchDispatchMode):
         if name in kinds.SUMS:
             return _over_sums(name, first, args, device)
         return Kind.UNKNOWN, None, None
+
+
+def _simple_power(name: str, args: tuple[Any, ...]) -> bool:
+    """Powers that are products, roots or quotients."""
+    exponent = args[1] if name.startswith("pow") and len(args) > 1 else None
+    return isinstance(exponent, int | float) and exponent in (-2, -1, -0.5, 0, 0.5, 1, 2, 3)
 
 
 def _over_rows(name: str, args: tuple[Any, ...]) -> tuple[Kind, str | None, None]:
@@ -247,7 +259,7 @@ def _refuse_others() -> None:
         return
     owners = set()
     for thing in gc.get_objects():
-        if isinstance(thing, torch.library.Library) and thing.ns == "aten" and thing._op_impls & set(taken):
+        if type(thing) is torch.library.Library and thing.ns == "aten" and thing._op_impls & set(taken):
             owners |= {
                 name
                 for name, module in list(sys.modules.items())

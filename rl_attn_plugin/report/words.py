@@ -234,7 +234,7 @@ def kept(row: AttentionPathDrift) -> str:
     """What a path had to keep, and whether it did."""
     if row.check is None:
         return ""
-    wanted = "bit-equal" if row.check.expectation == "bit_equal" else "within its bound"
+    wanted = "bit-equal" if row.check.expectation == "bit_equal" else "within bound"
     return wanted if row.check.passed else f"NOT {wanted}"
 
 
