@@ -96,8 +96,8 @@ def test_clean_run_passes_and_leaves_a_whole_run_directory(undisturbed: Path) ->
     assert "<|im_start|>assistant" in samples[2]["prompt_text"]
 
     table = read_tokens(undisturbed).to_pylist()
-    expected = sum(len(sample["completion_tokens"]) for sample in samples) * 2 * 3
-    assert len(table) == expected > 5 * 2 * 3
+    expected = sum(len(sample["completion_tokens"]) for sample in samples) * 3 * 3
+    assert len(table) == expected > 5 * 3 * 3
     for row in table:
         sample = samples[row["sample"]]
         start = len(sample["prompt_tokens"])
@@ -108,9 +108,16 @@ def test_clean_run_passes_and_leaves_a_whole_run_directory(undisturbed: Path) ->
     assert len(keys) == expected
     assert {key[2:] for key in keys} == {
         (arm, path)
-        for arm in ("native", "plugin")
+        for arm in ("native", "plugin", "zero-drift")
         for path in ("recorded", "chunked_prefill", "decode_replay")
     }
+    assert all(row["logp_trainer"] == row["logp_rollout"] for row in table if row["arm"] == "zero-drift")
+    assert any(row["dlogp"] for row in table if row["arm"] == "plugin")
+    for side in ("trainer", "rollout"):
+        audit = manifest["audit"][side]
+        assert audit["not known"] == [] and {e["operator"] for e in audit["invariant by replacement"]} >= {
+            "aten.mm"
+        }
     for sample in samples:
         assert (sample["finish_reason"] == "length") == (len(sample["completion_tokens"]) == TOKENS)
         assert sample["finish_reason"] == "length" or sample["completion_tokens"][-1] == 2

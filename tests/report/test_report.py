@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from rl_attn_plugin.drift import DriftReport, Thresholds, summarize
 from rl_attn_plugin.report import print_report, render_html, write_json
-from rl_attn_plugin.report.words import number, percent, visible
+from rl_attn_plugin.report.words import number, percent, visible, zero_drift
 from tests.report.factory import HOSTILE, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,12 +87,36 @@ def test_terminal_says_what_was_measured_within_100_columns() -> None:
     assert "dlogp = logp_trainer − logp_rollout" in flat
     for arm in ("native", "plugin"):
         recorded = report.arms[arm].paths["recorded"].dlogp
-        row = next(line for line in out.splitlines() if line.split()[:3] == [arm, "as", "recorded"])
+        lines = [line.split() for line in out.splitlines()]
+        row = " ".join(lines[lines.index([arm]) + 1])
+        assert row.startswith("as recorded")
         assert number(recorded.mean_abs) in row and f"{recorded.bit_equal}/{recorded.active_count}" in row
     for step in ("full − chunked", "chunked − replay", "replay − recorded", "full − recorded"):
         assert step in out
     assert "Attention owns " in flat
     assert number(report.worst[0].dlogp, signed=True) in out
+
+
+def test_the_zero_drift_arm_in_words() -> None:
+    table, manifest = run()
+    report = judged(table)
+    assert zero_drift(report, manifest) == []
+    still = replace(report.arms["plugin"].paths["recorded"].dlogp, active_count=7, bit_equal=7)
+    arm = replace(
+        report.arms["plugin"],
+        paths={name: replace(path, dlogp=still) for name, path in report.arms["plugin"].paths.items()},
+    )
+    report = replace(report, arms={**report.arms, "zero-drift": arm})
+    rates = {"plugin/full_prefill": 10.0, "zero-drift/full_prefill": 5.0, "plugin/decode_replay": 3.0}
+    manifest = {
+        **manifest,
+        "timing": {"tokens_per_second": rates},
+        "audit": {"trainer": {"not known": [{"operator": "aten.foo", "calls": 1}]}, "rollout": {}},
+    }
+    said = " ".join(zero_drift(report, manifest))
+    assert "7 of 7 tokens are bit-equal" in said and "scoring takes 2.00 times as long" in said
+    assert "decode takes" not in said and "Not known to be row-invariant: aten.foo." in said
+    assert said in " ".join(printed(report, manifest).split())
 
 
 @pytest.mark.parametrize("width", [80, 100])
@@ -100,11 +125,7 @@ def test_no_cell_of_the_tables_is_cut(width: int) -> None:
     table, manifest = run(fault=3.0, long=8)
     out = printed(judged(table), manifest, width)
     assert "…" not in out and all(len(line) <= width for line in out.splitlines())
-    rows = [
-        line
-        for line in out.splitlines()
-        if re.match(r"\s*(native|plugin)?\s+(as rec|chunked pre|decode)", line)
-    ]
+    rows = [line for line in out.splitlines() if re.match(r"\s+(as rec|chunked pre|decode)", line)]
     assert len(rows) == 6
 
 
