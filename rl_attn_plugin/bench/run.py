@@ -43,7 +43,7 @@ class BenchConfig:
         rounds: times that every kernel of a case is measured, in turns.
         budget_ms: of one measurement.
         sustained_ms: of one measurement without pauses, in which the device reaches its power cap.
-        only: cases to run, of forward, packed, backward, decode, merge, agreement; all if empty.
+        only: cases to run, of forward, packed, backward, decode, merge, agreement, matmul, rows; all if empty.
     """
 
     out: Path = Path("bench.json")
@@ -254,6 +254,51 @@ def merge(bench: Bench) -> None:
     )
 
 
+def matmul(bench: Bench) -> None:
+    """The row-invariant product against cuBLAS, at the layer shapes of Qwen3-8B."""
+    from rl_attn_plugin.kernels.matmul import matmul as invariant
+
+    for rows in (1, 16, 64, 256, 1024, 4096, 16384):
+        for depth, columns in ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096)):
+            a, w = bench.randn(rows, depth), bench.randn(columns, depth).t()
+            exact = a[-64:].double() @ w[:, :512].double()
+            runs = {OURS: partial(invariant, a, w), "cuBLAS": partial(torch.mm, a, w)}
+            errors = {name: _error(run()[-64:, :512], exact) for name, run in runs.items()}
+            if rows <= 64:  # the weights are what moves
+                moved = (rows * depth + depth * columns + rows * columns) * 2
+                runs = {name: graphed(run) for name, run in runs.items()}
+                bench.measure(f"product {rows}x{depth}x{columns}", runs, errors, moved, "TB/s")
+            else:
+                bench.measure(
+                    f"product {rows}x{depth}x{columns}", runs, errors, 2 * rows * depth * columns, "TFLOP/s"
+                )
+
+
+def rows(bench: Bench) -> None:
+    """The row functions, in bytes that they must move."""
+    from rl_attn_plugin.kernels.rows import norm, softmax
+
+    for tokens, width in ((16384, 4096), (64, 4096), (1024, 151936)):
+        x = bench.randn(tokens, width)
+        weight = bench.randn(width)
+        cases: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor], Tensor]] = {
+            "rms_norm": (
+                lambda: norm(x, weight, None, 1e-6, center=False)[0],
+                lambda: torch.nn.functional.rms_norm(x, (width,), weight, 1e-6),
+                torch.nn.functional.rms_norm(x[:64].double(), (width,), weight.double(), 1e-6),
+            ),
+            "log_softmax": (
+                lambda: softmax(x, log=True),
+                lambda: x.log_softmax(-1),
+                x[:64].double().log_softmax(-1),
+            ),
+        }
+        for name, (ours, theirs, exact) in cases.items():
+            runs = {OURS: ours, "torch": theirs}
+            errors = {kernel: _error(run()[:64], exact) for kernel, run in runs.items()}
+            bench.measure(f"{name} {tokens}x{width}", runs, errors, 2 * x.numel() * 2, "TB/s")
+
+
 def _decode_row(peer: Peer, q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
     return peer.decode(q[:, at : at + 1], k[:, : at + 1], v[:, : at + 1], None)[0]
 
@@ -288,7 +333,7 @@ def agreement(bench: Bench) -> None:
         print(f"{row['case']:18} {name:28} {found}", flush=True)  # noqa: T201
 
 
-CASES = {f.__name__: f for f in (forward, packed, backward, decode, merge, agreement)}
+CASES = {f.__name__: f for f in (forward, packed, backward, decode, merge, agreement, matmul, rows)}
 
 
 def run(config: BenchConfig) -> int:

@@ -24,9 +24,9 @@ TARGETS = {
 }
 _FP32_POINTERS = {"Lse", "RowMax", "StateAcc", "StateM", "StateL", "Delta", "DLse", "RowLse", "DSinks",
                   "Cos", "Sin", "KScale", "VScale",
-                  "Sinks", "Lses", "Partial"}  # fmt: skip
+                  "Sinks", "Lses", "Partial", "Mean", "Rstd"}  # fmt: skip
 _INT_POINTERS = {"CuQ", "CuK", "UsedQ", "UsedK", "KvStart", "Table", "Work", "Places", "Slots"}
-_FLOATS = {"inner", "scale_log2", "scale"}
+_FLOATS = {"inner", "scale_log2", "scale", "alpha", "beta", "factor", "eps"}
 
 
 def compile_kernel(
@@ -50,7 +50,7 @@ def compile_kernel(
             signature[name] = "fp32"
         else:
             signature[name] = "i32"
-        aligned = name[0].isupper() or re.fullmatch(r"\w+_(b|t|h|page)", name)
+        aligned = name[0].isupper() or re.fullmatch(r"\w+_(b|t|h|m|n|page)", name)
         if name not in constants and aligned and "scale" not in name:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, attributes)
@@ -113,8 +113,10 @@ def cases() -> dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]]:
     from rl_attn_plugin.kernels.combine import combine_kernel
     from rl_attn_plugin.kernels.forward import forward_kernel
     from rl_attn_plugin.kernels.kv_cache import write_kernel
+    from rl_attn_plugin.kernels.matmul import matmul_kernel
     from rl_attn_plugin.kernels.merge import merge_kernel
     from rl_attn_plugin.kernels.rope import rope_kernel
+    from rl_attn_plugin.kernels.rows import norm_kernel, softmax_kernel, sum_kernel
 
     def options(warps: int, stages: int) -> dict[str, Any]:
         return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
@@ -179,6 +181,23 @@ def cases() -> dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]]:
         "write": (write_kernel, writing | {"KScale": None, "VScale": None, "E4M3": False}, "bf16", options(1, 1)),
         "rope": (rope_kernel, turning | {"INTERLEAVED": False, "HALF": 64}, "bf16", options(4, 1)),
         "rope-interleaved": (rope_kernel, turning | {"INTERLEAVED": True, "HALF": 40}, "fp32", options(4, 1)),
+        **{
+            f"matmul-{m}x{n}": (
+                matmul_kernel,
+                {"Bias": None, "a_k": 1, "b_k": 1, "bias_b": 0, "bias_m": 0, "bias_n": 0, "BLOCK_M": m, "BLOCK_N": n,
+                 "BLOCK_K": 64, "GROUP": 8, "EVEN_K": True, "STAGES": stages},
+                "bf16", options(warps, stages),
+            )
+            for m, n, warps, stages in ((64, 32, 4, 6), (64, 128, 4, 4), (128, 256, 8, 3))
+        },
+        "matmul-fp32": (
+            matmul_kernel,
+            {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 8, "EVEN_K": False, "STAGES": 3},
+            "fp32", options(4, 3),
+        ),
+        "row-sum": (sum_kernel, {"BLOCK": 1024}, "bf16", options(4, 1)),
+        "softmax": (softmax_kernel, {"LOG": True, "BLOCK": 1024}, "bf16", options(4, 1)),
+        "norm": (norm_kernel, {"CENTER": True, "BLOCK": 1024}, "bf16", options(4, 1)),
         "statistics": (statistics_kernel, rowwise, "bf16", options(4, 1)),
         "sinks": (sinks_kernel, {"G": 4, "ROWS": 1024}, "bf16", options(4, 1)),
         "backward-kv": backward(backward_kv_kernel, 64, 128, options(8, 2)),
