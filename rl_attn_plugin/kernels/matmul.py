@@ -1,8 +1,8 @@
 """A matrix product with one order of summation: a row's bits do not depend on the number of rows.
 
-Every element is one chain of products over ascending k, in fp32, in steps of `_BLOCK_K`, without a split of K. Tiles of
-rows and columns may differ: they do not touch the chain. fp32 has no tensor cores to give the chain its shape, so there the
-tile is one and the same for every product.
+Every element is one chain of products over ascending k, in fp32, without a split of K. Tiles of rows and columns may differ:
+they do not touch the chain. fp32 has no tensor cores to give the chain its shape, so there the tile is one and the same for
+every product.
 """
 
 from __future__ import annotations
@@ -41,19 +41,25 @@ def matmul_kernel(
     k = tl.arange(0, BLOCK_K)
     in_m = m < rows
     in_n = n < columns
-    # rows and columns past the end read the first one: their results are not stored
-    a_at = A + batch * a_b + tl.where(in_m, m, 0)[:, None] * a_m + k[None, :] * a_k
+    # columns past the end read the first one, their results are not stored; rows past the end read nothing, since few
+    # rows in a tile would all read the same line
+    a_at = A + batch * a_b + m[:, None] * a_m + k[None, :] * a_k
     b_at = B + batch * b_b + k[:, None] * b_k + tl.where(in_n, n, 0)[None, :] * b_n
     compute = tl.float32 if UPCAST else A.dtype.element_ty
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k0 in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
         if EVEN_K:
-            a = tl.load(a_at)
+            a = tl.load(a_at, mask=in_m[:, None], other=0.0)
             b = tl.load(b_at)
         else:
-            a = tl.load(a_at, mask=(k0 + k < depth)[None, :], other=0.0)
+            a = tl.load(a_at, mask=in_m[:, None] & (k0 + k < depth)[None, :], other=0.0)
             b = tl.load(b_at, mask=(k0 + k < depth)[:, None], other=0.0)
-        acc = tl.dot(a.to(compute), b.to(compute), acc, input_precision="ieee")
+        if (
+            A.dtype.element_ty == tl.float32
+        ):  # sums of steps, then of sums: one long chain would round too often
+            acc += tl.dot(a, b, input_precision="ieee")
+        else:
+            acc = tl.dot(a.to(compute), b.to(compute), acc, input_precision="ieee")
         a_at += BLOCK_K * a_k
         b_at += BLOCK_K * b_k
     acc = acc * alpha

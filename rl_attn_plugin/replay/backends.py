@@ -59,12 +59,12 @@ class Kernels:
 
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_q: Tensor, used_k: Tensor, table: Tensor, queries: int,
-        keys: int, *, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+        keys: int, *, k_scale: Tensor | None = None, v_scale: Tensor | None = None, out: Tensor | None = None,
     ) -> AttentionOutput:  # fmt: skip
-        """Packed queries over pages."""
+        """Packed queries over pages; ``out`` is where to write."""
         return flash_attention_paged(
             q, k_cache, v_cache, cu_q, used_k, table, queries, keys, k_scale=k_scale, v_scale=v_scale, impl=self.impl,
-            out_dtype=self._out_dtype, **self._options,
+            out=out, out_dtype=self._out_dtype, **self._options,
         )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ class Reference:
 
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_q: Tensor, used_k: Tensor, table: Tensor, queries: int,
-        keys: int, *, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+        keys: int, *, k_scale: Tensor | None = None, v_scale: Tensor | None = None, out: Tensor | None = None,
     ) -> AttentionOutput:  # fmt: skip
         """As `Kernels.paged`: pages are put in order first."""
         size = k_cache.shape[1]
@@ -117,9 +117,10 @@ class Reference:
             return x if scale is None else x * scale.reshape(-1, 1)
 
         bounds = torch.nn.functional.pad(used_k.cumsum(0), (1, 0)).int()
-        return self.varlen(
+        found = self.varlen(
             q, ordered(k_cache, k_scale), ordered(v_cache, v_scale), cu_q, bounds, queries, keys
         )
+        return found if out is None else found._replace(out=out.copy_(found.out))
 
 
 Backend = Kernels | Reference

@@ -107,20 +107,25 @@ def decode_replay(r: Replay, options: DecodeOptions) -> list[AttentionPathResult
     if shared:
         pages.table[batch:, :shared] = pages.table[:batch, :shared]
 
-    samples = len(doubled.keys)
-    out = torch.empty(
-        samples // batch, *p.q.shape[:2], p.v.shape[-1], dtype=r.inputs.out_dtype, device=p.device
-    )
-    lse = torch.empty(samples // batch, p.q.shape[0], p.q.shape[1], device=p.device)
-    steps = _steps(p, samples // batch, options.tokens_per_step)
+    steps = _steps(p, len(doubled.keys) // batch, options.tokens_per_step)
     slots = _slots(pages, steps, shared * size)
+    # everything that can be is done once, outside the loop: its steps are many and short
+    q, k, v = p.q[steps.token], p.k[steps.token], p.v[steps.token]
+    flat_out = torch.empty(*q.shape[:2], v.shape[-1], dtype=r.inputs.out_dtype, device=p.device)
+    flat_lse = torch.empty(q.shape[1], q.shape[0], device=p.device)
+    longest = max(p.keys)
     for n, (begin, end) in enumerate(pairwise(steps.bounds)):
-        token, which = steps.token[begin:end], steps.copy[begin:end]
-        write_kv_cache(p.k[token], p.v[token], pages.k, pages.v, slots[begin:end], impl=r.backend.impl)
+        write_kv_cache(k[begin:end], v[begin:end], pages.k, pages.v, slots[begin:end], impl=r.backend.impl)
         found = r.backend.paged(
-            p.q[token], pages.k, pages.v, steps.cu_q[n], steps.used[n], pages.table, options.tokens_per_step, max(p.keys)
+            q[begin:end], pages.k, pages.v, steps.cu_q[n], steps.used[n], pages.table, options.tokens_per_step, longest,
+            out=flat_out[begin:end],
         )  # fmt: skip
-        out[which, token], lse[which, token] = found.out, found.lse.t()
+        flat_lse[:, begin:end] = found.lse
+    out = torch.empty(
+        len(doubled.keys) // batch, *p.q.shape[:2], v.shape[-1], dtype=flat_out.dtype, device=p.device
+    )
+    lse = torch.empty(out.shape[:3], device=p.device)
+    out[steps.copy, steps.token], lse[steps.copy, steps.token] = flat_out, flat_lse.t()
 
     def result(name: str, n: int, **more: object) -> AttentionPathResult:
         bounds = None if options.tokens_per_step == 1 else options.tokens_per_step

@@ -23,7 +23,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Scaled = Callable[[Tensor, Tensor, Tensor, "float | None"], Tensor]
 
 SDPA = {"torch-flash": SDPBackend.FLASH_ATTENTION, "torch-cudnn": SDPBackend.CUDNN_ATTENTION}
-_ROWS = 64  # decoded positions of a sequence, at most
+_ROWS = 32  # decoded positions of a sequence, at most
 _FIRST = 16
 
 

@@ -55,8 +55,11 @@ def test_eight_thousand_tokens_in_twenty_seconds() -> None:
     inputs = synthetic_inputs(
         batch=1, length=8192, heads=32, kv_heads=8, head_dim=128, vocab=32768, device="cuda"
     )
-    compare_attention(replace(inputs, q=inputs.q[:, :64], k=inputs.k[:, :64], v=inputs.v[:, :64], rope_positions=None,
-                              lm_head_weight=None, target_ids=None))  # fmt: skip
+    # the kernels of these shapes, compiled: a second run finds them in Triton's cache
+    short = synthetic_inputs(
+        batch=1, length=300, heads=32, kv_heads=8, head_dim=128, vocab=32768, device="cuda"
+    )
+    compare_attention(short, kv_page_size=64)
     began = time.perf_counter()
     report = compare_attention(
         inputs, require_transformer_engine=importlib.util.find_spec("transformer_engine") is not None
