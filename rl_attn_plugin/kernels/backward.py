@@ -18,6 +18,7 @@ from rl_attn_plugin.kernels.launch import launch
 from rl_attn_plugin.kernels.rope import rope_arguments, turn, turn_back
 from rl_attn_plugin.kernels.tiles import (
     DENSE,
+    INDEX_TENSORS,
     LOG2_E,
     UPCAST,
     bend,
@@ -167,7 +168,7 @@ def _walk_queries(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=_LENGTHS)
+@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=INDEX_TENSORS)
 def backward_kv_kernel(
     Q, K, V, DOut, RowLse, Delta, DK, DV_, CuQ, CuK, UsedQ, UsedK, KvStart, Keep, Cos, Sin, Places,
     scale, inner, scale_log2, kv_heads, batch, total, total_k, seq_q, seq_k, tiles, steps, left, right,
@@ -303,7 +304,7 @@ def _walk_keys(
     return dq
 
 
-@triton.jit(do_not_specialize=_LENGTHS)
+@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=INDEX_TENSORS)
 def backward_q_kernel(
     Q, K, V, DOut, RowLse, Delta, DQ, CuQ, CuK, UsedQ, UsedK, KvStart, Keep, Cos, Sin, Places,
     scale, inner, scale_log2, kv_heads, batch, total, seq_q, seq_k, tiles, steps, left, right,

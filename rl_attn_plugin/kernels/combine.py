@@ -12,6 +12,7 @@ from rl_attn_plugin.kernels.tiles import (
     DENSE,
     DIRECT,
     EMPTY,
+    INDEX_TENSORS,
     INTERPRET,
     LN_2,
     LOG2_E,
@@ -39,7 +40,8 @@ from rl_attn_plugin.kernels.tiles import (
         "left",
         "right",
         "split",
-    ]
+    ],
+    do_not_specialize_on_alignment=INDEX_TENSORS,
 )
 def combine_kernel(
     Out, Lse, RowMax, StateAcc, StateM, StateL, Sinks, VScale, CuQ, CuK, UsedQ, UsedK, KvStart, Work,

@@ -18,6 +18,7 @@ from rl_attn_plugin.kernels.tiles import (
     DENSE,
     DIRECT,
     EMPTY,
+    INDEX_TENSORS,
     LN_2,
     LOG2_E,
     PLANNED,
@@ -108,7 +109,7 @@ def _walk(
 _LENGTHS = ["kv_heads", "batch", "total", "seq_q", "seq_k", "tiles", "steps", "left", "right", "split"]
 
 
-@triton.jit(do_not_specialize=_LENGTHS)
+@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=INDEX_TENSORS)
 def forward_kernel(
     Q, K, V, Out, Lse, RowMax, StateAcc, StateM, StateL, Sinks, KScale, VScale,
     CuQ, CuK, UsedQ, UsedK, KvStart, Table, Keep, Work, Cos, Sin, Places,

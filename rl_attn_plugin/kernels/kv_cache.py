@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_attn_plugin.kernels import schedule
-from rl_attn_plugin.kernels.tiles import UPCAST
+from rl_attn_plugin.kernels.launch import launch
+from rl_attn_plugin.kernels.tiles import INDEX_TENSORS, UPCAST
 
 
 @triton.jit
@@ -38,7 +39,7 @@ def _store(
     tl.store(target, x.to(Cache.dtype.element_ty), mask=d < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=INDEX_TENSORS)
 def write_kernel(
     K, V, KCache, VCache, KScale, VScale, Slots,
     k_t, k_h, k_d, v_t, v_h, v_d, kc_p, kc_t, kc_h, kc_d, vc_p, vc_t, vc_h, vc_d, slots_t, k_scale_h, v_scale_h,
@@ -88,10 +89,19 @@ def write_kv_cache(
     v_dim = v.shape[2]
     if tokens == 0:
         return
-    scales = [0 if s is None or s.numel() == 1 else s.stride(-1) for s in (k_scale, v_scale)]
-    write_kernel[(tokens, heads)](
-        k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, *k.stride(), *v.stride(), *k_cache.stride(),
-        *v_cache.stride(), slot_mapping.stride(0), *scales, D=dim, DV=v_dim, BLOCK_D=schedule.padded(dim),
-        BLOCK_DV=schedule.padded(v_dim), PAGE=k_cache.shape[1], E4M3=k_cache.dtype.itemsize == 1,
-        num_warps=1, num_stages=1, enable_fp_fusion=False,
-    )  # fmt: skip
+    arguments = {
+        "K": k, "V": v, "KCache": k_cache, "VCache": v_cache, "KScale": k_scale, "VScale": v_scale,
+        "Slots": slot_mapping, "slots_t": slot_mapping.stride(0),
+        **dict(zip(("k_t", "k_h", "k_d"), k.stride(), strict=True)),
+        **dict(zip(("v_t", "v_h", "v_d"), v.stride(), strict=True)),
+        **dict(zip(("kc_p", "kc_t", "kc_h", "kc_d"), k_cache.stride(), strict=True)),
+        **dict(zip(("vc_p", "vc_t", "vc_h", "vc_d"), v_cache.stride(), strict=True)),
+        "k_scale_h": _head_stride(k_scale), "v_scale_h": _head_stride(v_scale), "D": dim, "DV": v_dim,
+        "BLOCK_D": schedule.padded(dim), "BLOCK_DV": schedule.padded(v_dim), "PAGE": k_cache.shape[1],
+        "E4M3": k_cache.dtype.itemsize == 1,
+    }  # fmt: skip
+    launch(write_kernel, (tokens, heads), arguments, warps=1, stages=1)
+
+
+def _head_stride(scale: Tensor | None) -> int:
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)

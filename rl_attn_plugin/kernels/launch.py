@@ -14,11 +14,14 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 @functools.cache
-def _roles(kernel: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Argument names: all in order, those whose values are compiled in, those specialised by value class."""
+def _roles(kernel: Any) -> tuple[tuple[str, ...], ...]:
+    """Argument names: all in order, those whose values are compiled in, those specialised by value class, and
+    those specialised by their type alone."""
+    free = [p for p in kernel.params if not p.is_constexpr and not p.do_not_specialize]
     fixed = tuple(p.name for p in kernel.params if p.is_constexpr)
-    special = tuple(p.name for p in kernel.params if not p.is_constexpr and not p.do_not_specialize)
-    return tuple(kernel.arg_names), fixed, special
+    special = tuple(p.name for p in free if not p.do_not_specialize_on_alignment)
+    typed = tuple(p.name for p in free if p.do_not_specialize_on_alignment)
+    return tuple(kernel.arg_names), fixed, special, typed
 
 
 def _trait(value: Any) -> Any:
@@ -46,10 +49,11 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], *, war
     if INTERPRET or torch.version.hip:
         kernel[grid](**{n: arguments[n] for n in kernel.arg_names}, **options)
         return
-    names, fixed, special = _roles(kernel)
+    names, fixed, special, typed = _roles(kernel)
     key = (
         id(kernel), torch.cuda.current_device(), warps, stages,
         tuple([arguments[n] for n in fixed]), tuple([_trait(arguments[n]) for n in special]),
+        tuple([getattr(arguments[n], "dtype", None) for n in typed]),
     )  # fmt: skip
     values = [arguments[n] for n in names]
     compiled = _compiled.get(key)

@@ -62,7 +62,8 @@ def matmul_kernel(
             acc = tl.dot(a.to(compute), b.to(compute), acc, input_precision="ieee")
         a_at += BLOCK_K * a_k
         b_at += BLOCK_K * b_k
-    acc = acc * alpha
+    if A.dtype.element_ty != tl.float32:
+        acc = acc * alpha
     keep = in_m[:, None] & in_n[None, :]
     if Bias is not None:
         at = Bias + batch * bias_b + m[:, None] * bias_m + n[None, :] * bias_n

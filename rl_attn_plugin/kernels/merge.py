@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_attn_plugin.kernels import schedule
+from rl_attn_plugin.kernels.launch import launch
 from rl_attn_plugin.kernels.tiles import LN_2, LOG2_E
 
 _ROWS = 16
@@ -80,9 +81,13 @@ def merge_attention(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     parts, batch, rows, heads, dim = wide.shape
     if out.numel() == 0:
         return out, lse.fill_(-torch.inf)
-    merge_kernel[(schedule.cdiv(rows, _ROWS), heads, batch)](
-        outs, lses, out, lse, parts, rows, *wide.stride(), *levels.stride(), *target.stride()[:3],
-        *level.stride()[:2], DV=dim, BLOCK_DV=schedule.padded(dim), ROWS=_ROWS,
-        num_warps=4, num_stages=1, enable_fp_fusion=False,
-    )  # fmt: skip
+    arguments = {
+        "Outs": outs, "Lses": lses, "Out": out, "Lse": lse, "parts": parts, "rows": rows,
+        **dict(zip(("outs_p", "outs_b", "outs_t", "outs_h", "outs_d"), wide.stride(), strict=True)),
+        **dict(zip(("lses_p", "lses_b", "lses_h", "lses_t"), levels.stride(), strict=True)),
+        **dict(zip(("out_b", "out_t", "out_h"), target.stride()[:3], strict=True)),
+        **dict(zip(("lse_b", "lse_h"), level.stride()[:2], strict=True)),
+        "DV": dim, "BLOCK_DV": schedule.padded(dim), "ROWS": _ROWS,
+    }  # fmt: skip
+    launch(merge_kernel, (schedule.cdiv(rows, _ROWS), heads, batch), arguments, warps=4, stages=1)
     return out, lse

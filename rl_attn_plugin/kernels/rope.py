@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_attn_plugin.kernels import schedule
+from rl_attn_plugin.kernels.launch import launch
+from rl_attn_plugin.kernels.tiles import INDEX_TENSORS
 from rl_attn_plugin.types import Rope
 
 _ROWS = 32  # (token, head) pairs of a program
@@ -87,7 +89,7 @@ def turn_back(
     return _turn(x, y, inside, place, Cos, Sin, cos_p, cos_d, sin_p, sin_d, HALF, BLOCK_D, INTERLEAVED, True)
 
 
-@triton.jit(do_not_specialize=["rows", "heads"])
+@triton.jit(do_not_specialize=["rows", "heads"], do_not_specialize_on_alignment=INDEX_TENSORS)
 def rope_kernel(
     X, Out, Cos, Sin, Places, rows, heads, x_b, x_t, x_h, x_d, out_b, out_t, out_h, places_b, places_t, cos_p, cos_d,
     sin_p, sin_d, HALF: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
@@ -138,11 +140,17 @@ def apply_rope(
         return out
     given, result, places = (x, out, positions) if x.dim() == 4 else (x[None], out[None], positions[None])
     batch, tokens, heads, dim = given.shape
-    rope_kernel[(schedule.cdiv(tokens * heads, _ROWS), batch)](
-        given, result, cos, sin, places, tokens * heads, heads, *given.stride(), *result.stride()[:3],
-        *places.stride(), *cos.stride(), *sin.stride(), HALF=rotary_dim // 2, D=dim, BLOCK_D=schedule.padded(dim),
-        ROWS=_ROWS, INTERLEAVED=interleaved, INVERSE=inverse, num_warps=4, num_stages=1, enable_fp_fusion=False,
-    )  # fmt: skip
+    arguments = {
+        "X": given, "Out": result, "Cos": cos, "Sin": sin, "Places": places, "rows": tokens * heads, "heads": heads,
+        **dict(zip(("x_b", "x_t", "x_h", "x_d"), given.stride(), strict=True)),
+        **dict(zip(("out_b", "out_t", "out_h"), result.stride()[:3], strict=True)),
+        **dict(zip(("places_b", "places_t"), places.stride(), strict=True)),
+        **dict(zip(("cos_p", "cos_d"), cos.stride(), strict=True)),
+        **dict(zip(("sin_p", "sin_d"), sin.stride(), strict=True)),
+        "HALF": rotary_dim // 2, "D": dim, "BLOCK_D": schedule.padded(dim), "ROWS": _ROWS, "INTERLEAVED": interleaved,
+        "INVERSE": inverse,
+    }  # fmt: skip
+    launch(rope_kernel, (schedule.cdiv(tokens * heads, _ROWS), batch), arguments, warps=4, stages=1)
     return out
 
 

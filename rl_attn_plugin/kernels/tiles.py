@@ -13,6 +13,10 @@ import os
 import triton
 import triton.language as tl
 
+# Tensors of a few integers that callers slice as they like: code that depended on their alignment would be compiled anew
+# in the middle of a decode, for no gain.
+INDEX_TENSORS = ["CuQ", "CuK", "UsedQ", "UsedK", "KvStart", "Table", "Work", "Slots", "Places"]
+
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 # How program ids map to entries and tiles.
