@@ -24,7 +24,7 @@ _GROUP = 8  # row tiles that share a stretch of columns, so that both stay in L2
 def matmul_kernel(
     A, B, Bias, Out, rows, columns, depth, alpha, beta, a_b, a_m, a_k, b_b, b_k, b_n, bias_b, bias_m, bias_n, out_b,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, FP32: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``alpha * A @ B + beta * Bias``."""
     batch = tl.program_id(1).to(tl.int64)
@@ -54,15 +54,15 @@ def matmul_kernel(
         else:
             a = tl.load(a_at, mask=in_m[:, None] & (k0 + k < depth)[None, :], other=0.0)
             b = tl.load(b_at, mask=(k0 + k < depth)[:, None], other=0.0)
-        if (
-            A.dtype.element_ty == tl.float32
-        ):  # sums of steps, then of sums: one long chain would round too often
-            acc += tl.dot(a, b, input_precision="ieee")
+        if FP32:
+            # a sum of the steps' own sums: one long chain would round too often. Written with alpha, because a bare
+            # addition would be made part of the chain again
+            acc = tl.fma(tl.dot(a, b, input_precision="ieee"), alpha, acc)
         else:
             acc = tl.dot(a.to(compute), b.to(compute), acc, input_precision="ieee")
         a_at += BLOCK_K * a_k
         b_at += BLOCK_K * b_k
-    if A.dtype.element_ty != tl.float32:
+    if not FP32:
         acc = acc * alpha
     keep = in_m[:, None] & in_n[None, :]
     if Bias is not None:
@@ -106,7 +106,7 @@ def matmul(
             **dict(zip(("b_b", "b_k", "b_n"), b.stride(), strict=True)),
             **dict(zip(("bias_b", "bias_m", "bias_n"), strides, strict=True)),
             "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": _BLOCK_K if a.dtype != torch.float32 else 32,
-            "GROUP": _GROUP, "EVEN_K": depth % _BLOCK_K == 0, "STAGES": stages,
+            "GROUP": _GROUP, "EVEN_K": depth % _BLOCK_K == 0, "STAGES": stages, "FP32": a.dtype == torch.float32,
         }  # fmt: skip
         launch(matmul_kernel, grid, arguments, warps=warps, stages=stages)
     return out[0] if flat else out

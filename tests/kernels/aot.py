@@ -185,14 +185,14 @@ def cases() -> dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]]:
             f"matmul-{m}x{n}": (
                 matmul_kernel,
                 {"Bias": None, "a_k": 1, "b_k": 1, "bias_b": 0, "bias_m": 0, "bias_n": 0, "BLOCK_M": m, "BLOCK_N": n,
-                 "BLOCK_K": 64, "GROUP": 8, "EVEN_K": True, "STAGES": stages},
+                 "BLOCK_K": 64, "GROUP": 8, "EVEN_K": True, "STAGES": stages, "FP32": False},
                 "bf16", options(warps, stages),
             )
             for m, n, warps, stages in ((64, 32, 4, 6), (64, 128, 4, 4), (128, 256, 8, 3))
         },
         "matmul-fp32": (
             matmul_kernel,
-            {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 8, "EVEN_K": False, "STAGES": 3},
+            {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 8, "EVEN_K": False, "STAGES": 3, "FP32": True},
             "fp32", options(4, 3),
         ),
         "row-sum": (sum_kernel, {"BLOCK": 1024}, "bf16", options(4, 1)),
