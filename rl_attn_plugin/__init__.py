@@ -5,6 +5,7 @@ Importing this package needs torch alone; kernels and frameworks are imported wh
 
 from __future__ import annotations
 
+from rl_attn_plugin.invariant import batch_invariant
 from rl_attn_plugin.modules import FlashAttention
 from rl_attn_plugin.ops.attention import flash_attention, flash_attention_paged, flash_attention_varlen
 from rl_attn_plugin.ops.cache import merge_attention, plan_paged, write_kv_cache
@@ -21,6 +22,7 @@ __all__ = [
     "Rope",
     "Schedule",
     "apply_rope",
+    "batch_invariant",
     "flash_attention",
     "flash_attention_paged",
     "flash_attention_varlen",

@@ -36,6 +36,7 @@ def test_public_names() -> None:
         "Rope",
         "Schedule",
         "apply_rope",
+        "batch_invariant",
         "flash_attention",
         "flash_attention_paged",
         "flash_attention_varlen",

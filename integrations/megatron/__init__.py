@@ -1,0 +1,8 @@
+"""Megatron-core: a core attention for training and inference, its layer spec, and a swap in place."""
+
+from __future__ import annotations
+
+from rl_attn_plugin.integrations.megatron.core_attention import CoreAttention
+from rl_attn_plugin.integrations.megatron.swap import gpt_layer_spec, swap_attention, with_core_attention
+
+__all__ = ["CoreAttention", "gpt_layer_spec", "swap_attention", "with_core_attention"]

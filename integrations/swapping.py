@@ -1,0 +1,39 @@
+"""What a swap did, and how it is taken back; the same for every framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+
+@dataclass
+class SwapHandle:
+    """Returned by `swap_attention`; also a context manager.
+
+    Attributes:
+        replaced: names of what runs the plugin's attention now.
+        left: names of what does not, with the reason.
+    """
+
+    replaced: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def restore(self) -> None:
+        """Bring back the very same objects, last change first; doing it again changes nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> SwapHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.replaced)} replaced: {', '.join(self.replaced) or 'none'}"]
+        lines += [f"left {name}: {reason}" for name, reason in self.left.items()]
+        return "\n".join(lines)
