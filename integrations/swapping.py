@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 
 @dataclass
@@ -37,3 +38,34 @@ class SwapHandle:
         lines = [f"{len(self.replaced)} replaced: {', '.join(self.replaced) or 'none'}"]
         lines += [f"left {name}: {reason}" for name, reason in self.left.items()]
         return "\n".join(lines)
+
+
+def swap_attention(model: Any) -> SwapHandle:
+    """Run a model's attention through the plugin, forward and backward; one line, and back again.
+
+    ::
+
+        handle = swap_attention(model)      # or: with swap_attention(model):
+        ...
+        handle.restore()
+
+    Args:
+        model: a transformers model, or a Megatron-core model.
+
+    Returns:
+        What was replaced, what was left and why, and the way back.
+
+    Raises:
+        TypeError: a model of neither framework.
+    """
+    bases = {base.__module__.split(".")[0] for base in type(model).__mro__}
+    if "transformers" in bases:
+        from rl_attn_plugin.integrations.transformers.swap import swap_attention as swap
+    elif "megatron" in bases:
+        from rl_attn_plugin.integrations.megatron.swap import swap_attention as swap
+    else:
+        raise TypeError(
+            f"swap_attention takes a transformers or a Megatron-core model, got {type(model).__module__}."
+            f"{type(model).__qualname__}"
+        )
+    return swap(model)

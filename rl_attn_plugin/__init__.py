@@ -5,6 +5,8 @@ Importing this package needs torch alone; kernels and frameworks are imported wh
 
 from __future__ import annotations
 
+from typing import Any
+
 from rl_attn_plugin.invariant import batch_invariant
 from rl_attn_plugin.modules import FlashAttention
 from rl_attn_plugin.ops.attention import flash_attention, flash_attention_paged, flash_attention_varlen
@@ -28,5 +30,15 @@ __all__ = [
     "flash_attention_varlen",
     "merge_attention",
     "plan_paged",
+    "swap_attention",
     "write_kv_cache",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs a framework is imported when it is asked for."""
+    if name == "swap_attention":
+        from rl_attn_plugin.integrations.swapping import swap_attention
+
+        return swap_attention
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

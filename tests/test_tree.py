@@ -42,6 +42,7 @@ def test_public_names() -> None:
         "flash_attention_varlen",
         "merge_attention",
         "plan_paged",
+        "swap_attention",
         "write_kv_cache",
     ]
     assert all(hasattr(rl_attn_plugin, name) for name in rl_attn_plugin.__all__)

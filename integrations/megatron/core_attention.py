@@ -179,7 +179,7 @@ def _packed(
 ) -> AttentionOutput:
     cu_q, cu_k = packed.cu_seqlens_q.int(), packed.cu_seqlens_kv.int()
     padded_q, padded_k = packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
-    used: dict[str, Tensor] = {}
+    used: dict[str, Any] = {}
     if padded_q is not None:
         used["seqused_q"], cu_q = cu_q.diff(), padded_q.int()
     if padded_k is not None:

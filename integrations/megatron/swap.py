@@ -82,7 +82,7 @@ def swap_attention(model: nn.Module) -> SwapHandle:
         handle._undo.append(lambda layer=layer, core=core: setattr(layer, "core_attention", core))  # type: ignore[misc]
         if hasattr(type(layer), "flash_decode_and_prefill"):
             before = vars(layer).get("flash_decode_and_prefill")
-            layer.flash_decode_and_prefill = types.MethodType(flash_decode_and_prefill, layer)  # type: ignore[assignment]
+            layer.flash_decode_and_prefill = types.MethodType(flash_decode_and_prefill, layer)
             handle._undo.append(lambda layer=layer, before=before: _put_back(layer, before))  # type: ignore[misc]
         handle.replaced.append(label)
     return handle

@@ -14,6 +14,7 @@ from rl_attn_plugin.integrations.transformers.capture import capture_attention_i
 from rl_attn_plugin.integrations.transformers.paged import PagedCache, paged_forward
 from rl_attn_plugin.integrations.transformers.scoring import score_packed
 from rl_attn_plugin.integrations.transformers.sessions import NativeSession, PagedSession
+from rl_attn_plugin.integrations.transformers.swap import swap_attention
 from rl_attn_plugin.integrations.transformers.switch import attention_implementation, register
 from rl_attn_plugin.integrations.transformers.weights import (
     load_config,
@@ -35,6 +36,7 @@ __all__ = [
     "paged_forward",
     "register",
     "score_packed",
+    "swap_attention",
     "tokenizer_sha256",
     "weights_sha256",
 ]
