@@ -58,14 +58,23 @@ def swap_attention(model: Any) -> SwapHandle:
     Raises:
         TypeError: a model of neither framework.
     """
-    bases = {base.__module__.split(".")[0] for base in type(model).__mro__}
-    if "transformers" in bases:
+    if framework_of(model, "swap_attention") == "transformers":
         from rl_attn_plugin.integrations.transformers.swap import swap_attention as swap
-    elif "megatron" in bases:
-        from rl_attn_plugin.integrations.megatron.swap import swap_attention as swap
     else:
-        raise TypeError(
-            f"swap_attention takes a transformers or a Megatron-core model, got {type(model).__module__}."
-            f"{type(model).__qualname__}"
-        )
+        from rl_attn_plugin.integrations.megatron.swap import swap_attention as swap
     return swap(model)
+
+
+def framework_of(model: Any, function: str) -> str:
+    """``"transformers"`` or ``"megatron"``, by the modules that the model's classes come from.
+
+    Raises:
+        TypeError: neither; the text names ``function``.
+    """
+    bases = {base.__module__.split(".")[0] for base in type(model).__mro__}
+    for name in ("transformers", "megatron"):
+        if name in bases:
+            return name
+    raise TypeError(
+        f"{function} takes a transformers or a Megatron-core model, got {type(model).__module__}.{type(model).__qualname__}"
+    )

@@ -25,6 +25,7 @@ __all__ = [
     "Schedule",
     "apply_rope",
     "batch_invariant",
+    "capture_attention_inputs",
     "flash_attention",
     "flash_attention_paged",
     "flash_attention_varlen",
@@ -41,4 +42,8 @@ def __getattr__(name: str) -> Any:
         from rl_attn_plugin.integrations.swapping import swap_attention
 
         return swap_attention
+    if name == "capture_attention_inputs":
+        from rl_attn_plugin.integrations.capturing import capture_attention_inputs
+
+        return capture_attention_inputs
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -37,6 +37,7 @@ def test_public_names() -> None:
         "Schedule",
         "apply_rope",
         "batch_invariant",
+        "capture_attention_inputs",
         "flash_attention",
         "flash_attention_paged",
         "flash_attention_varlen",

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from rl_attn_plugin.integrations.megatron.capture import capture_attention_inputs
 from rl_attn_plugin.integrations.megatron.core_attention import CoreAttention
 from rl_attn_plugin.integrations.megatron.swap import gpt_layer_spec, swap_attention, with_core_attention
 
-__all__ = ["CoreAttention", "gpt_layer_spec", "swap_attention", "with_core_attention"]
+__all__ = [
+    "CoreAttention",
+    "capture_attention_inputs",
+    "gpt_layer_spec",
+    "swap_attention",
+    "with_core_attention",
+]

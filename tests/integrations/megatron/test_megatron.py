@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,17 +19,22 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
+from rl_attn_plugin import capture_attention_inputs
 from rl_attn_plugin.integrations.megatron import CoreAttention, gpt_layer_spec, swap_attention
 from rl_attn_plugin.integrations.megatron.dynamic import flash_decode_and_prefill
 from rl_attn_plugin.reference import attention_reference
+from rl_attn_plugin.replay import compare_attention
+from rl_attn_plugin.replay.captures import load_captures
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "RANK": "0", "WORLD_SIZE": "1"})
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = torch.distributed.FileStore(
+        str(tmp_path_factory.mktemp("store") / "store"), 1
+    )  # no port to collide on
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     if torch.cuda.is_available():
         model_parallel_cuda_manual_seed(0)
@@ -360,6 +365,35 @@ def test_selective_recompute_changes_nothing() -> None:
         found.append([p.grad.clone() for p in made.parameters() if p.grad is not None])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+def test_captured_layers_go_through_every_path(tmp_path: Path) -> None:
+    made = model(window_size=(9, 0), softmax_type="learnable")
+    tokens = torch.randint(128, (2, 33))
+    outputs: dict[int, Tensor] = {}
+    for n, layer in enumerate(made.decoder.layers):
+        layer.self_attention.core_attention.register_forward_hook(
+            lambda module, given, out, n=n: outputs.__setitem__(n, out)
+        )
+    found = capture_attention_inputs(made, tokens, layers=[0, -1], folder=tmp_path)
+    assert list(found) == list(load_captures(tmp_path)) == ["layer-00", "layer-01"]
+    for n, (label, inputs) in enumerate(found.items()):
+        report = compare_attention(inputs, kv_page_size=8, include_peers=False, impl="torch", label=label)
+        assert report.verdict == "PASS", report.reasons
+        for b in range(2):
+            exact, _ = attention_reference(
+                inputs.q[b],
+                inputs.k[b],
+                inputs.v[b],
+                scale=inputs.scale,
+                window=inputs.window,
+                sinks=inputs.sinks,
+            )
+            torch.testing.assert_close(outputs[n][:, b].double(), exact.flatten(1), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"layers must be -2 to 1, got \[2\]"):
+        capture_attention_inputs(made, tokens, layers=[2])
+    with pytest.raises(ValueError, match=r"at least one token, got \[2, 0\]"):
+        capture_attention_inputs(made, tokens[:, :0])
 
 
 def test_state_dicts_are_megatrons() -> None:
