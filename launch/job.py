@@ -36,7 +36,7 @@ from rl_attn_plugin.launch.policies.base import PolicyIdentity, PolicySpec
 from rl_attn_plugin.launch.policies.text import TextModel, load_text_model
 from rl_attn_plugin.launch.prompts import TokenizedPrompt, read_prompts, tokenize_prompts
 from rl_attn_plugin.launch.rollout import Request
-from rl_attn_plugin.launch.store import RunStore, Shard, read_tokens, set_aside, write_failure
+from rl_attn_plugin.launch.store import RunStore, Shard, set_aside, write_failure
 from rl_attn_plugin.launch.workers import Sampled, Scored
 from rl_attn_plugin.replay import AttentionComparisonReport
 
@@ -117,7 +117,7 @@ def _measure(
 ) -> None:
     """Does the shards that the store does not have yet."""
     started = time.perf_counter()
-    done = store.committed()
+    done, was_finished = store.committed(), store.finished
     if done:
         _say(console, f"resuming: {len(done)} of {len(shards)} shards are there")
     spec = PolicySpec(
@@ -179,7 +179,7 @@ def _measure(
             )
             store.write_comparisons(found, config.te_oracle_layers)
         peaks, audit = pair.peak_mib(), pair.audits()
-    if store.finished:  # only the comparison was missing
+    if was_finished:  # only the comparison was missing
         return
     store.write_manifest(
         state="finished",
@@ -191,7 +191,9 @@ def _measure(
 
 def _judge(config: JobConfig, console: Console, store: RunStore) -> int:
     """Statistics, verdict, ``drift.json``, ``report.html`` and the table, from what is in the store."""
-    table = read_tokens(store.root)
+    if store.manifest["config"] != (asked := json.loads(json.dumps(config.to_dict()))):
+        store.write_manifest(config=asked)  # judged by other thresholds than before
+    table = store.tokens()
     result = drift.summarize(
         table,
         arm_under_test=ARM_UNDER_TEST,

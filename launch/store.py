@@ -124,7 +124,8 @@ class RunStore:
 
     @property
     def finished(self) -> bool:
-        return self.manifest.get("state") == "finished"
+        """The manifest says so, and every shard is there and whole."""
+        return self.manifest.get("state") == "finished" and len(self.committed()) == self.shards
 
     def _open(self) -> dict[str, Any]:
         if not (self.root / "manifest.json").exists():
@@ -174,6 +175,21 @@ class RunStore:
             if shard is not None:
                 found[index] = shard
         return found
+
+    def tokens(self) -> pa.Table:
+        """The rows of all shards, in order.
+
+        Raises:
+            StoreError: a shard is missing or damaged.
+        """
+        done = self.committed()
+        missing = [self._part(index).name for index in range(self.shards) if index not in done]
+        if missing:
+            raise StoreError(
+                f"{self.root}/tokens must hold all {self.shards} shards, got no whole {', '.join(missing[:3])}: "
+                "the same command measures them again"
+            )
+        return pa.concat_tables([done[index].table for index in sorted(done)])
 
     def write_comparisons(self, reports: list[dict[str, Any]], layers: Sequence[int]) -> None:
         """Writes ``comparisons.json``."""

@@ -1,7 +1,7 @@
 """Every refusal of the public functions, with all its reasons in one message.
 
 Only shapes, dtypes and devices are looked at: values live on the device, and reading them would stop it.
-With ``RL_ATTN_DEBUG=1`` the offsets and tables are read and checked too.
+On a CPU, and with ``RL_ATTN_DEBUG=1`` anywhere, offsets, tables and positions are read and checked too.
 """
 
 from __future__ import annotations
@@ -155,15 +155,28 @@ def check_lengths(why: Reasons, q: Tensor, cache: Tensor, layout: Layout) -> Non
     for name in ("max_seqlen_q", "max_seqlen_k"):
         bound = getattr(layout, name)
         why.need(bound >= 0, "{} must be a non-negative host int, got {}", name, bound)
-    if sound and os.environ.get("RL_ATTN_DEBUG") == "1":
-        _check_values(why, layout, cache)
+    if layout.block_table is None:
+        sound &= why.need(layout.cu_seqlens_k is not None, "cu_seqlens_k must be int32 [B + 1], got None")
+    if sound and _values_are_read(q):
+        _check_values(why, q, layout, cache)
 
 
-def _check_values(why: Reasons, layout: Layout, cache: Tensor) -> None:
-    """Read the offsets and the table (this synchronises) and check them."""
+def _values_are_read(x: Tensor) -> bool:
+    """On a CPU they lie here anyway; on a device reading them would stop it, and is done on request."""
+    if torch.compiler.is_compiling():
+        return False
+    return x.device.type == "cpu" or os.environ.get("RL_ATTN_DEBUG") == "1"
+
+
+def _check_values(why: Reasons, q: Tensor, layout: Layout, cache: Tensor) -> None:
+    """The values of offsets, lengths and the table."""
+    starts = [] if layout.kv_start is None else layout.kv_start.tolist()
+    why.need(min(starts, default=0) >= 0, "kv_start must not be negative, got {}", starts)
     if layout.block_table is not None and layout.seqused_k is not None:
         pages, size = cache.shape[:2]
         keys, width = layout.seqused_k.tolist(), layout.block_table.shape[1]
+        if not why.need(min(keys, default=0) >= 0, "seqlens_k must not be negative, got {}", keys):
+            return
         why.need(
             max(keys, default=0) <= layout.max_seqlen_k,
             "max_seqlen_k must be at least {}, got {}",
@@ -189,17 +202,21 @@ def _check_values(why: Reasons, layout: Layout, cache: Tensor) -> None:
                 pages - 1,
                 named,
             )
-    sides: list[tuple[str, Tensor | None, Tensor | None, int]] = [
-        ("cu_seqlens_q", layout.cu_seqlens_q, layout.seqused_q, layout.max_seqlen_q),
-        ("cu_seqlens_k", layout.cu_seqlens_k, layout.seqused_k, layout.max_seqlen_k),
+    sides: list[tuple[str, Tensor | None, Tensor | None, int, int]] = [
+        ("cu_seqlens_q", layout.cu_seqlens_q, layout.seqused_q, layout.max_seqlen_q, q.shape[0]),
+        ("cu_seqlens_k", layout.cu_seqlens_k, layout.seqused_k, layout.max_seqlen_k, cache.shape[0]),
     ]
-    for name, cu, used, bound in sides:
+    for name, cu, used, bound, rows in sides:
         if cu is None:
             continue
         values: list[int] = cu.tolist()
         lengths = [b - a for a, b in pairwise(values)]
         why.need(
-            values[0] >= 0 and min(lengths, default=0) >= 0, "{} must ascend from 0, got {}", name, values
+            values[0] >= 0 and min(lengths, default=0) >= 0 and values[-1] <= rows,
+            "{} must ascend within the tensor's {} rows, got {}",
+            name,
+            rows,
+            values,
         )
         real: list[int] = lengths if used is None else used.tolist()
         why.need(
@@ -216,6 +233,21 @@ def _check_values(why: Reasons, layout: Layout, cache: Tensor) -> None:
             max(real, default=0),
             bound,
         )
+
+
+def check_slots(why: Reasons, slots: Tensor, cache: Tensor) -> None:
+    """Slots of a cache write: -1, or a place in the cache."""
+    if slots.dtype not in (torch.int32, torch.int64) or not slots.numel() or not _values_are_read(slots):
+        return
+    low, high = (int(value) for value in slots.aminmax())
+    room = cache.shape[0] * cache.shape[1]
+    why.need(
+        low >= -1 and high < room,
+        "slot_mapping must be -1 (skipped) or a slot below {}, got {} to {}",
+        room,
+        low,
+        high,
+    )
 
 
 def check_mask(why: Reasons, q: Tensor, k: Tensor, mask: Tensor | None) -> None:
@@ -323,7 +355,7 @@ def _check_positions(why: Reasons, field: str, positions: Tensor, x: Tensor, nam
         shape(x)[:-2],
         shape(positions),
     )
-    if os.environ.get("RL_ATTN_DEBUG") == "1" and positions.numel():
+    if positions.dtype in (torch.int32, torch.int64) and positions.numel() and _values_are_read(positions):
         low, high = (int(value) for value in positions.aminmax())
         why.need(
             low >= 0 and high < rows, "rope.{} must lie in [0, {}), got {} to {}", field, rows, low, high

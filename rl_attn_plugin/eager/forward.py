@@ -315,7 +315,10 @@ def _product(tiles: Tensor, matrices: Tensor, *, transposed: bool) -> Tensor:
     if count < _TILES_ALONE:
         wide = matrices[:, :, :, None].expand(-1, -1, -1, count, -1, -1).reshape(-1, *matrices.shape[-2:])
         flat = tiles.reshape(-1, *tiles.shape[-2:])
-        return torch.bmm(flat, wide.transpose(1, 2) if transposed else wide).view(*lead, count, TILE_ROWS, -1)
+        if alone := flat.shape[0] == 1:  # a batch of one takes another code path, and rounds otherwise
+            flat, wide = flat.expand(2, -1, -1).contiguous(), wide.expand(2, -1, -1).contiguous()
+        found = torch.bmm(flat, wide.transpose(1, 2) if transposed else wide)
+        return (found[:1] if alone else found).view(*lead, count, TILE_ROWS, -1)
     flat = tiles.reshape(-1, *tiles.shape[-3:])
     parts = []
     for some, matrix in zip(flat, matrices.flatten(0, 2), strict=True):

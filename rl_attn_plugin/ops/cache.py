@@ -135,6 +135,7 @@ def write_kv_cache(
         k.device,
         slot_mapping.device,
     )
+    validation.check_slots(why, slot_mapping, k_cache)
     why.done()
     chosen = resolve_impl(impl, k.device)
     if rope is not None:

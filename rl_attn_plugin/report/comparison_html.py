@@ -1,27 +1,34 @@
-"""A comparison of one layer's ways as one HTML page that needs nothing else: no script, no network."""
+"""A comparison of one layer's ways as one HTML page that needs nothing else, under the rules of `report.html`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rl_attn_plugin.replay import AttentionComparisonReport, TensorDrift
+from rl_attn_plugin.replay import AttentionComparisonReport, AttentionPathDrift
 from rl_attn_plugin.report import comparison, words
 from rl_attn_plugin.report.files import write_atomic
-from rl_attn_plugin.report.html import _flat
+from rl_attn_plugin.report.html import _flat, _json_for_script, _policy
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# The scale of the bars: powers of ten of a difference.
-_SCALE = (-9, 1)
+_PARTS = ("out", "lse", "dlogp", "q", "k")
+_OPEN = 3  # layers that are shown unfolded; of more only those that did not pass
 
 
 def write_comparison_html(reports: Sequence[AttentionComparisonReport], path: Path) -> None:
     """Writes the page.
 
+    Args:
+        reports: of one or several layers, at least one.
+        path: where; whole or not there.
+
     Raises:
+        ImportError: jinja2 or plotly is missing.
         OSError: it cannot be written; what was there before is still there.
+        ValueError: there is no report.
     """
     write_atomic(path, render_comparison_html(reports))
 
@@ -33,13 +40,24 @@ def render_comparison_html(reports: Sequence[AttentionComparisonReport]) -> str:
         reports: of one or several layers, at least one.
 
     Raises:
-        ImportError: jinja2 is missing.
+        ImportError: jinja2 or plotly is missing.
+        ValueError: there is no report.
     """
+    verdict = comparison.verdict_of(reports)
     try:
         import jinja2
         import markupsafe
+        from plotly.offline import get_plotlyjs
     except ModuleNotFoundError as error:
         raise ImportError(f"the HTML report needs {error.name}: pip install 'rl-attn-plugin[ray]'") from error
+
+    def breakable(name: str) -> markupsafe.Markup:
+        """A path's name, which may break at its joints and nowhere else."""
+        text = markupsafe.escape(words.visible(name))
+        for joint in "_:":
+            text = text.replace(joint, markupsafe.Markup("{}<wbr>").format(joint))
+        return text
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -47,49 +65,123 @@ def render_comparison_html(reports: Sequence[AttentionComparisonReport]) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {
-        "number": words.number,
-        "signed": lambda value: words.number(value, signed=True),
-        "percent": words.percent,
-        "visible": words.visible,
-        "place": place,
-        # a name may break after its underscores, and nowhere else
-        "breakable": lambda name: markupsafe.escape(name).replace("_", markupsafe.Markup("_<wbr>")),
-    }
+    environment.filters |= {"number": words.number, "visible": words.visible, "breakable": breakable}
+    charts = [chart_rows(report) for report in reports]
+    # without a row there is nothing to draw
+    plotly_js = get_plotlyjs().replace("\r\n", "\n") if any(charts) else ""
+    script = (_TEMPLATES / "comparison.js").read_text("utf-8")
     return environment.get_template("comparison.html.j2").render(
         reports=reports,
-        verdict=comparison.verdict_of(reports),
-        headline=comparison.headline(reports),
-        reasons=comparison.reasons(reports),
-        comparison=comparison,
+        groups=[comparison.Groups.of([report]) for report in reports],
+        opened=[len(reports) <= _OPEN or report.verdict != "PASS" for report in reports],
+        overview=_overview(reports),
+        verdict=verdict,
+        say=comparison,
         words=words,
-        scale=range(_SCALE[0], _SCALE[1] + 1),
-        flat=_provenance,
-        process=_flat(reports[0].provenance),
-        unavailable=list(dict.fromkeys((u.name, u.reason) for report in reports for u in report.unavailable)),
-        style=(_TEMPLATES / "report.css").read_text("utf-8")
-        + (_TEMPLATES / "comparison.css").read_text("utf-8"),
+        provenance_of=_provenance,
+        absent=_absent(reports),
+        machine=_machine(reports[0].provenance),
+        processes=_processes(reports),
+        data=_json_for_script({"layers": charts}),
+        style="".join((_TEMPLATES / name).read_text("utf-8") for name in ("report.css", "comparison.css")),
+        script=script,
+        plotly_js=plotly_js,
+        policy=_policy(plotly_js, script),
     )
 
 
-def place(value: float | None) -> float | None:
-    """Where a difference lies on the scale, in percent; None for none, 100 beyond its end."""
-    if not value:
-        return None
-    low, high = _SCALE
-    at = high if value == math.inf else math.log10(value)
-    return round(100 * min(max((at - low) / (high - low), 0.0), 1.0), 1)
+def chart_rows(report: AttentionComparisonReport) -> list[dict[str, Any]]:
+    """What the chart of a report draws, as plain JSON values: a row a path, in the order of the tables.
+
+    ``state`` is ``kept``, ``lost`` or ``informs``. ``max`` is ``"inf"`` where it is infinite and None where nothing
+    was compared.
+    """
+    groups = comparison.Groups.of([report])
+    titled = (
+        (f"against {report.reference_name}", groups.ways),
+        ("cache in fp8", groups.fp8),
+        ("rotation", groups.rotation),
+        ("against fp64 merge", groups.merges),
+        ("decode against own prefill", groups.peers),
+    )
+    return [
+        {
+            "group": words.visible(title),
+            "name": words.visible(row.name),
+            "state": "informs" if row.check is None else "kept" if row.check.passed else "lost",
+            "equal": row.out.bit_equal,
+            "max": "inf" if row.out.max_abs == math.inf else row.out.max_abs,
+            "p99": row.out.p99_abs,
+            "mean": row.out.mean_abs,
+        }
+        for title, rows in titled
+        for row in rows
+    ]
 
 
-def _provenance(row: Any) -> list[tuple[str, str]]:
-    from dataclasses import asdict
+def _overview(
+    reports: Sequence[AttentionComparisonReport],
+) -> tuple[list[str], list[list[AttentionPathDrift | None]]]:
+    """Names of all paths, and each report's row of each; the error of merges, under the same names, is left out."""
+    found = []
+    for report in reports:
+        groups = comparison.Groups.of([report])
+        rows = groups.ways + groups.fp8 + groups.rotation + groups.peers
+        found.append({row.name: row for row in rows})
+    names = list(dict.fromkeys(name for rows in found for name in rows))
+    return names, [[rows.get(name) for name in names] for rows in found]
 
-    found = {name: value for name, value in asdict(row.provenance).items() if value is not None}
-    found["seconds"] = f"{row.seconds:.3f}"
+
+def _provenance(row: AttentionPathDrift) -> list[tuple[str, str]]:
+    """Every number of a row in full, and how it was computed."""
+    found: dict[str, Any] = {"reference": row.reference_name}
     if row.check is not None:
         found["has to be"] = f"{row.check.expectation.replace('_', '-')}: {row.check.reason}"
-    for part in ("out", "lse", "dlogp", "q", "k"):
-        drift: TensorDrift | None = getattr(row, part)
+    for part in _PARTS:
+        drift = getattr(row, part)
         if drift is not None:
-            found[part] = ", ".join(f"{name} {value}" for name, value in drift.to_dict().items())
-    return _flat(found)
+            found[part] = ", ".join(f"{name} {_plain(value)}" for name, value in drift.to_dict().items())
+    if row.seconds:
+        found["seconds"] = f"{row.seconds:.6f}"
+    return _flat(found | {name: value for name, value in asdict(row.provenance).items() if value is not None})
+
+
+def _plain(value: Any) -> str:
+    return "–" if value is None else "yes" if value is True else "no" if value is False else str(value)
+
+
+def _absent(reports: Sequence[AttentionComparisonReport]) -> list[dict[str, Any]]:
+    """Paths that did not run: why, in which layers, and how far an oracle got."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for report in reports:
+        for missing in report.unavailable:
+            entry = found.setdefault(
+                (missing.name, missing.reason),
+                {"name": missing.name, "reason": missing.reason, "layers": [], "te": _flat(missing.te or {})},
+            )
+            entry["layers"].append(report.label)
+    for entry in found.values():
+        if len(entry["layers"]) == len(reports):  # all of them: not worth saying
+            entry["layers"] = []
+    return list(found.values())
+
+
+def _machine(provenance: dict[str, Any]) -> list[tuple[str, str]]:
+    """What decides bits before all else: the device and the versions that are there."""
+    gpu, cpu = provenance.get("gpu"), provenance.get("cpu") or {}
+    found = [("CPU", str(cpu.get("model") or "–"))]
+    if gpu:
+        found = [("GPU", str(gpu.get("name") or "–"))]
+        found += [(name, str(gpu[key])) for name, key in (("CUDA", "cuda"), ("HIP", "hip")) if gpu.get(key)]
+    versions = provenance.get("versions") or {}
+    return found + [(name, str(version)) for name, version in versions.items() if version]
+
+
+def _processes(reports: Sequence[AttentionComparisonReport]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Provenance of the process; of each layer's where they were not made by one."""
+    found: list[tuple[str, list[tuple[str, str]]]] = []
+    for report in reports:
+        flat = _flat(report.provenance)
+        if flat not in [rows for _, rows in found]:
+            found.append((report.label, flat))
+    return found

@@ -265,3 +265,34 @@ def test_the_first_call_of_a_process_has_the_bits_of_the_second() -> None:
     )
     for _ in range(8):
         subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "dim", "v_dim", "schedule"),
+    [
+        (torch.float16, 3, 1, 200, 200, Schedule(block_k=128, split_k=128)),
+        (torch.float32, 2, 2, 64, 1, Schedule()),
+        (torch.bfloat16, 1, 1, 256, 1, Schedule(block_k=128, split_k=128)),
+    ],
+)
+def test_a_sequence_alone_has_the_bits_of_one_among_others(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, v_dim: int, schedule: Schedule
+) -> None:
+    """One tile of one head is a product of its own, which libraries compute by other code than a batch."""
+    torch.manual_seed(5)
+    q, k, v = make(6, heads, kv_heads, dim, v_dim, dtype)
+    cu = ints(0, 2, 4, 6)
+    options = {"scale": 0.3, "softcap": 0.5, "schedule": schedule, "out_dtype": torch.float32}
+    packed = flash_attention_varlen(
+        q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=2, max_seqlen_k=2, causal=True, **options
+    )
+    for start in (0, 2, 4):
+        rows = slice(start, start + 2)
+        for head in range(kv_heads):
+            group = slice(head * heads // kv_heads, (head + 1) * heads // kv_heads)
+            one = slice(head, head + 1)
+            alone = flash_attention(
+                q[None, rows, group], k[None, rows, one], v[None, rows, one], causal=True, **options
+            )
+            assert torch.equal(alone.out[0], packed.out[rows, group])
+            assert torch.equal(alone.lse[0], packed.lse[group, rows])

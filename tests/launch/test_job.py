@@ -211,12 +211,34 @@ def _assert_equal(stats: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_finished_run_is_shown_again_without_work(
     undisturbed: Path, tiny_model: Path, short_prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = (undisturbed / "manifest.json").stat().st_mtime_ns
+    measured = [undisturbed / "manifest.json", *sorted((undisturbed / "tokens").iterdir())]
+    before = [path.read_bytes() for path in measured], [path.stat().st_mtime_ns for path in measured]
     assert cli.main(_arguments(tiny_model, short_prompts, undisturbed)) == 0
     assert "holds the finished run of this configuration" in _said(capsys)
+    assert before[1] == [path.stat().st_mtime_ns for path in measured]
     assert cli.main(_arguments(tiny_model, short_prompts, undisturbed, "--min-tokens", "100000")) == 3
+    assert read_manifest(undisturbed)["config"]["min_tokens"] == 100000  # what drift.json was judged by
     assert cli.main(_arguments(tiny_model, short_prompts, undisturbed)) == 0
-    assert (undisturbed / "manifest.json").stat().st_mtime_ns == before
+    assert before[0] == [path.read_bytes() for path in measured]
+
+
+@pytest.mark.parametrize("damage", ["lost", "cut", "stray"])
+def test_a_finished_run_is_judged_on_all_its_shards_and_no_others(
+    job: Job, undisturbed: Path, tmp_path: Path, damage: str
+) -> None:
+    shutil.copytree(undisturbed, tmp_path / "run")
+    parts = sorted((tmp_path / "run" / "tokens").iterdir())
+    if damage == "lost":
+        parts[-1].unlink()
+    elif damage == "cut":
+        parts[0].write_bytes(parts[0].read_bytes()[:200])
+    else:
+        shutil.copy(parts[0], parts[0].with_name("part-00099.parquet"))
+    status, run = job()
+    assert status == 0
+    if damage == "stray":
+        (run / "tokens" / "part-00099.parquet").unlink()
+    _assert_same_result(run, undisturbed)
 
 
 def test_an_oracle_that_was_asked_for_and_is_missing(

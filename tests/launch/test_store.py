@@ -137,6 +137,20 @@ def test_leftovers_are_cleared_and_damaged_parts_done_again(tmp_path: Path) -> N
     store.close()
 
 
+def test_a_run_is_finished_only_with_all_its_shards(tmp_path: Path) -> None:
+    store = _open(tmp_path)
+    store.write_manifest(state="finished")
+    store.commit(0, _shard(4))
+    assert not store.finished
+    with pytest.raises(StoreError, match=r"must hold all 2 shards, got no whole part-00001\.parquet"):
+        store.tokens()
+    store.commit(1, _shard(5))
+    assert store.finished
+    (tmp_path / "tokens" / "part-00002.parquet").write_bytes(b"another run's")
+    assert store.tokens()["sample"].to_pylist() == [4, 5]
+    store.close()
+
+
 def test_part_of_another_run_does_not_count(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 2)):
         store = _open(tmp_path / name, seed=seed)

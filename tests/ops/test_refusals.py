@@ -197,7 +197,9 @@ def test_all_reasons_come_at_once() -> None:
 
 def test_values_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RL_ATTN_DEBUG", "1")
-    with pytest.raises(ValueError, match=re.escape("cu_seqlens_q must ascend from 0, got [0, 6, 5]")):
+    with pytest.raises(
+        ValueError, match=re.escape("cu_seqlens_q must ascend within the tensor's 5 rows, got [0, 6, 5]")
+    ):
         varlen(cu_seqlens_q=ints(0, 6, 5))
     with pytest.raises(ValueError, match=re.escape("the bound of cu_seqlens_k must be at least 4, got 3")):
         varlen(max_seqlen_k=3)
@@ -216,6 +218,29 @@ def test_values_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
         paged(block_table=ints(0, 7)[:, None])
     with pytest.raises(ValueError, match=re.escape("rope.positions must lie in [0, 9), got 5 to 9")):
         rope(positions=torch.arange(5) + 5)
+
+
+@pytest.mark.parametrize(
+    ("call", "changes", "message"),
+    [
+        (varlen, {"cu_seqlens_q": ints(0, 2, 9)}, "cu_seqlens_q must ascend within the tensor's 5 rows"),
+        (varlen, {"cu_seqlens_k": ints(0, 4, 2)}, "cu_seqlens_k must ascend within the tensor's 6 rows"),
+        (varlen, {"cu_seqlens_k": None}, "cu_seqlens_k must be int32 [B + 1], got None"),
+        (paged, {"seqlens_k": ints(-1, 4)}, "seqlens_k must not be negative, got [-1, 4]"),
+        (paged, {"kv_start": ints(0, -2)}, "kv_start must not be negative, got [0, -2]"),
+        (paged, {"block_table": ints(0, 3)[:, None]}, "block_table must name pages 0 to 2"),
+        (
+            cache,
+            {"slot_mapping": ints(0, 1, 2, 12, -1)},
+            "slot_mapping must be -1 (skipped) or a slot below 12, got -1 to 12",
+        ),
+        (cache, {"slot_mapping": ints(0, 1, 2, 3, -2)}, "a slot below 12, got -2 to 3"),
+        (rope, {"positions": torch.arange(5) - 1}, "rope.positions must lie in [0, 9), got -1 to 3"),
+    ],
+)
+def test_values_on_a_cpu_are_checked_unasked(call: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(**changes)
 
 
 def test_paged_gradients_are_refused() -> None:
