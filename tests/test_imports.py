@@ -53,7 +53,9 @@ def test_it_imports_fast() -> None:
     assert min(float(fresh(code)) for _ in range(3)) < 0.3
 
 
-@pytest.mark.parametrize("module", ["integrations.transformers", "launch.job", "report", "drift", "replay", "monitor"])
+@pytest.mark.parametrize(
+    "module", ["integrations.transformers", "launch.job", "report", "drift", "replay", "monitor"]
+)
 def test_the_edges_import_the_same_way(module: str) -> None:
     fresh(f"import importlib; importlib.import_module('rl_attn_plugin.{module}')")
 
