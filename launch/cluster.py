@@ -6,7 +6,9 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,9 @@ def local_ray(*, gpu: bool, logs: Path) -> Iterator[None]:
             _temp_dir=str(session),
             _node_ip_address="127.0.0.1",
         )
+        if threading.current_thread() is threading.main_thread():
+            # Ray's handler exits on the spot; what a scheduler sends should end a job as Ctrl-C does.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         yield
     finally:
         ray.shutdown()

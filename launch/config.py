@@ -140,6 +140,12 @@ class JobConfig:
         )
         _require(len(set(self.arms)) == len(self.arms), "--arms", "name each arm once", self.arms)
         _require(self.min_tokens >= 1, "--min-tokens", "be at least 1", self.min_tokens)
+        _require(
+            self.te_oracle or not self.te_oracle_layers,
+            "--te-oracle-layers",
+            "come with --te-oracle",
+            list(self.te_oracle_layers),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The whole configuration as JSON-able values."""
@@ -175,6 +181,45 @@ class JobConfig:
             return self.out
         digest = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
         return Path("runs") / f"parity-{digest[:8]}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriftConfig:
+    """Say how far trainer and rollout were apart, from the log-probs in files."""
+
+    against: tuple[Path, ...] = ()
+    """Files of another run, shown beside the first; it informs."""
+    out: Path = Path("runs/drift")
+    """Folder for drift.json and report.html."""
+    groups: tuple[str, ...] = ()
+    """Columns to break the drift down by, such as env_name, turn or lag (lag tells stale weights)."""
+    trainer_column: str | None = None
+    """Column of the trainer's log-probs, if its name is not a usual one."""
+    rollout_column: str | None = None
+    """Column of the rollout's log-probs, likewise."""
+    mask_column: str | None = None
+    """Column that is 1 where a token was sampled, likewise. Without one every token counts."""
+    arm: str = "plugin"
+    """Of a parity run's tokens, those of this arm."""
+    path: str = "recorded"
+    """Of a parity run's tokens, those of this path."""
+    rule: tuple[str, ...] = ()
+    """Bounds besides or in place of the default ones: "dlogp/abs_mean<=0.02", "ess>=0.5"."""
+    min_tokens: int = 1000
+    """With fewer compared tokens than this the verdict is INCONCLUSIVE, and a step is not judged."""
+    over_threshold: float = 0.2
+    """Tokens with a larger |dlogp| are counted, nats."""
+    skip_damaged: bool = False
+    """Judge the rest where rows or files cannot be read. Without it they are listed, and nothing is judged."""
+    tokenizer: str | None = None
+    """Local folder or hub id, for the text of the worst tokens. Default: the files' own texts, else ids."""
+
+    def __post_init__(self) -> None:
+        _require(self.min_tokens >= 1, "--min-tokens", "be at least 1", self.min_tokens)
+        _require(self.over_threshold >= 0, "--over-threshold", "be at least 0", self.over_threshold)
+        _require(len(set(self.groups)) == len(self.groups), "--groups", "name each column once", self.groups)
+        for name in self.groups:
+            _require(name not in ("position", "probability"), "--groups", "be columns", name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

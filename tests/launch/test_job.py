@@ -361,12 +361,12 @@ def _said(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join((output.out + output.err).split())
 
 
-@pytest.mark.parametrize("way", ["interrupt", "kill"])
+@pytest.mark.parametrize("way", ["interrupt", "terminate", "kill"])
 def test_job_stopped_midway_resumes_to_the_same_result(
     job: Job, undisturbed: Path, tiny_model: Path, short_prompts: Path, tmp_path: Path, way: str
 ) -> None:
-    """Ctrl-C reaches the whole process group, as a terminal sends it; SIGKILL only the job, whose Ray must
-    die with it."""
+    """Ctrl-C reaches the whole process group, as a terminal sends it; SIGTERM and SIGKILL only the job, whose
+    Ray must die with it."""
     run = tmp_path / "run"
     command = [sys.executable, "-m", "rl_attn_plugin.cli", *_arguments(tiny_model, short_prompts, run)]
     process = subprocess.Popen(
@@ -390,10 +390,12 @@ def test_job_stopped_midway_resumes_to_the_same_result(
     assert len(family) == 4
     if way == "interrupt":
         os.killpg(process.pid, signal.SIGINT)
+    elif way == "terminate":
+        process.terminate()
     else:
         process.kill()
     output, _ = process.communicate(timeout=60)
-    if way == "interrupt":
+    if way != "kill":
         assert process.returncode == 130, output
         assert "the same command resumes" in " ".join(output.split())
     _, alive = psutil.wait_procs(family, timeout=20)
