@@ -50,15 +50,18 @@ def swap_attention(model: Any) -> SwapHandle:
         handle.restore()
 
     Args:
-        model: a transformers model, or a Megatron-core model.
+        model: a transformers model, a Megatron-core model, or a module that holds TransformerEngine's
+            ``DotProductAttention``.
 
     Returns:
         What was replaced, what was left and why, and the way back.
 
     Raises:
-        TypeError: a model of neither framework.
+        TypeError: something else.
     """
-    if framework_of(model, "swap_attention") == "transformers":
+    if not _bases(model) & {"transformers", "megatron"} and _holds_transformer_engine(model):
+        from rl_attn_plugin.integrations.transformer_engine.swap import swap_attention as swap
+    elif framework_of(model, "swap_attention") == "transformers":
         from rl_attn_plugin.integrations.transformers.swap import swap_attention as swap
     else:
         from rl_attn_plugin.integrations.megatron.swap import swap_attention as swap
@@ -71,10 +74,22 @@ def framework_of(model: Any, function: str) -> str:
     Raises:
         TypeError: neither; the text names ``function``.
     """
-    bases = {base.__module__.split(".")[0] for base in type(model).__mro__}
     for name in ("transformers", "megatron"):
-        if name in bases:
+        if name in _bases(model):
             return name
     raise TypeError(
         f"{function} takes a transformers or a Megatron-core model, got {type(model).__module__}.{type(model).__qualname__}"
+    )
+
+
+def _bases(model: Any) -> set[str]:
+    return {base.__module__.split(".")[0] for base in type(model).__mro__}
+
+
+def _holds_transformer_engine(model: Any) -> bool:
+    """Whether there is attention of TransformerEngine in it, or the plugin's in its place already."""
+    modules = getattr(model, "modules", None)
+    names = ("transformer_engine", "rl_attn_plugin.integrations.transformer_engine")
+    return callable(modules) and any(
+        base.__module__.startswith(names) for module in modules() for base in type(module).__mro__
     )

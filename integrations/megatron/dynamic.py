@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from torch import Tensor
 
 from rl_attn_plugin.ops.attention import flash_attention_paged
@@ -22,7 +23,6 @@ def flash_decode_and_prefill(
     block_table: Tensor,
     is_decode_only: bool,
     softmax_offset: Tensor | None = None,
-    **_: Any,
 ) -> Tensor:
     """In place of the method of the same name of Megatron's ``Attention``: prefill, decode or both.
 
@@ -30,7 +30,7 @@ def flash_decode_and_prefill(
     read, whatever block the table names there.
 
     Args:
-        self: the attention layer, whose ``softmax_scale`` and core attention's window and sinks count.
+        self: the attention layer, whose core attention's scale, window and sinks count.
         q: ``[tokens, 1, np, hn]``.
         k: ``[blocks, block_size, ng, hn]``, rotated, new tokens included.
         v: as k.
@@ -41,17 +41,21 @@ def flash_decode_and_prefill(
         seqlens_k: int32 ``[requests]``.
         block_table: int32 ``[requests, max_blocks]``.
         is_decode_only: unused, one kernel does both.
-        softmax_offset: sinks of this call.
+        softmax_offset: unused, the core attention's is the same.
 
     Returns:
-        ``[tokens, 1, np, hn]``.
+        ``[tokens, 1, np, hn]``; tokens beyond the last request's are 0.
     """
-    del cu_seqlens_k, is_decode_only
+    del cu_seqlens_k, is_decode_only, softmax_offset
     core = self.core_attention
-    scale = getattr(self, "softmax_scale", None)
     found = flash_attention_paged(
         q.squeeze(1), k, v, cu_seqlens_q.int(), seqlens_k.int(), block_table.int(), int(max_seqlen_q), int(max_seqlen_k),
-        causal=True, scale=core.softmax_scale if scale is None else scale, window=core.window,
-        sinks=core.softmax_offset if softmax_offset is None else softmax_offset,
+        causal=True, scale=core.softmax_scale, window=core.window, sinks=core.softmax_offset,
     )  # fmt: skip
     return found.out.unsqueeze(1)
+
+
+class SelfAttention(MegatronSelfAttention):
+    """Megatron's, whose dynamic inference runs the attention that training runs."""
+
+    flash_decode_and_prefill = flash_decode_and_prefill
