@@ -60,12 +60,16 @@ def swap_attention(model: Any) -> SwapHandle:
         TypeError: something else.
     """
     if not _bases(model) & {"transformers", "megatron"} and _holds_transformer_engine(model):
-        from rl_attn_plugin.integrations.transformer_engine.swap import swap_attention as swap
-    elif framework_of(model, "swap_attention") == "transformers":
-        from rl_attn_plugin.integrations.transformers.swap import swap_attention as swap
-    else:
-        from rl_attn_plugin.integrations.megatron.swap import swap_attention as swap
-    return swap(model)
+        from rl_attn_plugin.integrations.transformer_engine.swap import swap_attention as swap_te
+
+        return swap_te(model)
+    if framework_of(model, "swap_attention") == "transformers":
+        from rl_attn_plugin.integrations.transformers.swap import swap_attention as swap_transformers
+
+        return swap_transformers(model)
+    from rl_attn_plugin.integrations.megatron.swap import swap_attention as swap_megatron
+
+    return swap_megatron(model)
 
 
 def framework_of(model: Any, function: str) -> str:
