@@ -33,9 +33,10 @@ class Alert:
         text = f"step {self.step}: {self.rule.describe(self.value)}"
         if self.rule.window > 1:
             text += f", {self.rule.window} times in a row"
+        text += "."
         if self.diagnoses:
             first = self.diagnoses[0]
-            text += f". {first.name} ({first.confidence:.0%}): {first.message}"
+            text += f" {first.name} ({first.confidence:.0%}): {first.message}"
         if self.worst:
             token = self.worst[0]
             where = "".join(

@@ -1,4 +1,4 @@
-"""A comparison of one layer's ways as one HTML page that needs nothing else, under the rules of `report.html`."""
+"""A comparison of one layer's ways as one HTML page, under the rules of `page`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_attn_plugin.replay import AttentionComparisonReport, AttentionPathDrift
-from rl_attn_plugin.report import comparison, words
+from rl_attn_plugin.report import comparison, page, words
 from rl_attn_plugin.report.files import write_atomic
-from rl_attn_plugin.report.html import _flat, _json_for_script, _policy
 
-_TEMPLATES = Path(__file__).parent / "templates"
 _PARTS = ("out", "lse", "dlogp", "q", "k")
 _OPEN = 3  # layers that are shown unfolded; of more only those that did not pass
 
@@ -45,9 +43,7 @@ def render_comparison_html(reports: Sequence[AttentionComparisonReport]) -> str:
     """
     verdict = comparison.verdict_of(reports)
     try:
-        import jinja2
         import markupsafe
-        from plotly.offline import get_plotlyjs
     except ModuleNotFoundError as error:
         raise ImportError(f"the HTML report needs {error.name}: pip install 'rl-attn-plugin[ray]'") from error
 
@@ -58,35 +54,23 @@ def render_comparison_html(reports: Sequence[AttentionComparisonReport]) -> str:
             text = text.replace(joint, markupsafe.Markup("{}<wbr>").format(joint))
         return text
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters |= {"number": words.number, "visible": words.visible, "breakable": breakable}
     charts = [chart_rows(report) for report in reports]
-    # without a row there is nothing to draw
-    plotly_js = get_plotlyjs().replace("\r\n", "\n") if any(charts) else ""
-    script = (_TEMPLATES / "comparison.js").read_text("utf-8")
-    return environment.get_template("comparison.html.j2").render(
+    return page.render(
+        "comparison",
+        data={"layers": charts},
+        draws=any(charts),
+        styles=("report", "comparison"),
+        filters={"breakable": breakable},
         reports=reports,
         groups=[comparison.Groups.of([report]) for report in reports],
         opened=[len(reports) <= _OPEN or report.verdict != "PASS" for report in reports],
         overview=_overview(reports),
         verdict=verdict,
         say=comparison,
-        words=words,
         provenance_of=_provenance,
         absent=_absent(reports),
         machine=_machine(reports[0].provenance),
         processes=_processes(reports),
-        data=_json_for_script({"layers": charts}),
-        style="".join((_TEMPLATES / name).read_text("utf-8") for name in ("report.css", "comparison.css")),
-        script=script,
-        plotly_js=plotly_js,
-        policy=_policy(plotly_js, script),
     )
 
 
@@ -143,7 +127,9 @@ def _provenance(row: AttentionPathDrift) -> list[tuple[str, str]]:
             found[part] = ", ".join(f"{name} {_plain(value)}" for name, value in drift.to_dict().items())
     if row.seconds:
         found["seconds"] = f"{row.seconds:.6f}"
-    return _flat(found | {name: value for name, value in asdict(row.provenance).items() if value is not None})
+    return page.flat(
+        found | {name: value for name, value in asdict(row.provenance).items() if value is not None}
+    )
 
 
 def _plain(value: Any) -> str:
@@ -157,7 +143,12 @@ def _absent(reports: Sequence[AttentionComparisonReport]) -> list[dict[str, Any]
         for missing in report.unavailable:
             entry = found.setdefault(
                 (missing.name, missing.reason),
-                {"name": missing.name, "reason": missing.reason, "layers": [], "te": _flat(missing.te or {})},
+                {
+                    "name": missing.name,
+                    "reason": missing.reason,
+                    "layers": [],
+                    "te": page.flat(missing.te or {}),
+                },
             )
             entry["layers"].append(report.label)
     for entry in found.values():
@@ -181,7 +172,7 @@ def _processes(reports: Sequence[AttentionComparisonReport]) -> list[tuple[str, 
     """Provenance of the process; of each layer's where they were not made by one."""
     found: list[tuple[str, list[tuple[str, str]]]] = []
     for report in reports:
-        flat = _flat(report.provenance)
+        flat = page.flat(report.provenance)
         if flat not in [rows for _, rows in found]:
             found.append((report.label, flat))
     return found
