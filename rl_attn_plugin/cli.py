@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_attn_plugin.bench.run import BenchConfig
-from rl_attn_plugin.launch.config import CompareConfig, JobConfig
+from rl_attn_plugin.launch.config import CompareConfig, DriftConfig, JobConfig
 
 EXIT_USAGE = 1
 
@@ -61,6 +61,33 @@ def compare(captured: Path | None = None, /, config: CompareConfig = CompareConf
     except ModuleNotFoundError as error:
         return _missing("rl-attn compare", error)
     return run(config, captured)
+
+
+def drift(files: tuple[Path, ...], /, config: DriftConfig = DriftConfig()) -> int:  # noqa: B008
+    """Say how far a trainer and its rollout were apart, on which tokens, and what it looks like.
+
+    Reads log-probs from Parquet and JSONL files of any size, a token or a sequence a row: run directories of
+    rl-attn parity, prime-rl's token exports, NeMo-RL's train_data_step*.jsonl, verl dumps that have both log-probs,
+    or your own with the columns logp_trainer and logp_rollout. Prints a summary and writes drift.json and
+    report.html: verdict, diagnosis, time series, distributions, worst tokens.
+
+    Exit status: 0 PASS, 2 DRIFT, 3 INCONCLUSIVE (too few tokens), 1 INVALID data, bad input or wrong usage, 130
+    interrupted.
+
+    Examples:
+      rl-attn drift runs/parity-1a2b3c4d
+      rl-attn drift token_exports/ --groups env_name --tokenizer ./my-model
+      rl-attn drift new/ --against old/ --rule "dlogp/abs_mean<=0.02"
+
+    Args:
+        files: Files (.parquet, .jsonl, .jsonl.gz) or folders of them.
+        config: How.
+    """
+    try:
+        from rl_attn_plugin.launch.drift import run
+    except ModuleNotFoundError as error:
+        return _missing("rl-attn drift", error)
+    return run(config, files)
 
 
 def doctor() -> int:
@@ -116,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     app = tyro.extras.SubcommandApp()
     app.command(parity)
     app.command(compare)
+    app.command(drift)
     app.command(doctor)
     app.command(bench)
     try:

@@ -179,6 +179,7 @@ def _judged(
         invalid=total.invalid(tokenizer),
         files=reading.files,
         problems=reading.problems,
+        more_problems=reading.more_problems,
     )
 
 

@@ -126,7 +126,8 @@ class RunDrift:
         worst: tokens with the largest abs(dlogp), largest first.
         invalid: a sample of those that hold no log-prob on one side.
         files: that were read.
-        problems: rows that were not read, and rows that disagree with themselves.
+        problems: rows that were not read, and rows that disagree with themselves; the first of them.
+        more_problems: how many there are beyond those.
     """
 
     name: str
@@ -145,6 +146,7 @@ class RunDrift:
     invalid: list[DriftedToken]
     files: list[FileRead]
     problems: list[Problem]
+    more_problems: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,14 +7,13 @@ import io
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 from rich.console import Console
 
 from rl_attn_plugin.replay import (
@@ -39,10 +38,8 @@ from rl_attn_plugin.report.comparison import (
 from rl_attn_plugin.report.comparison_html import chart_rows, render_comparison_html, write_comparison_html
 from rl_attn_plugin.report.words import largest, number
 from tests.replay.te_wheels import installed
+from tests.report.browser import needs_browser
 
-_CHROMIUM = next(
-    filter(None, (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))), None
-)
 HOSTILE = "</script><script>window.owned=1</script><b>&amp;\x1b[31m\u202e[bold]x[/bold]"
 NOTHING = TensorDrift(None, None, None, None, None, 0, 0, 0, True)
 
@@ -259,8 +256,6 @@ def test_a_page_without_a_row(report: AttentionComparisonReport) -> None:
 
 # page in a browser
 
-browser_only = pytest.mark.skipif(_CHROMIUM is None, reason="needs Chromium, none is on PATH")
-
 
 @dataclass
 class Opened:
@@ -275,17 +270,6 @@ class Opened:
             self.page.url.split("#")[0]
         ]
         assert self.page.evaluate("window.owned") is None
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(
-            executable_path=_CHROMIUM,
-            args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"],
-        )
-        yield launched
-        launched.close()
 
 
 Open = Callable[..., Opened]
@@ -325,7 +309,7 @@ def cells(it: Opened, table: int, row: int) -> dict[str, str]:
     return found
 
 
-@browser_only
+@needs_browser
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (700, "dark"), (390, "light")])
 def test_the_page_shows_every_row(
     report: AttentionComparisonReport, opened: Open, width: int, scheme: str
@@ -357,7 +341,7 @@ def test_the_page_shows_every_row(
     assert across == [largest(row.out) for row in groups.merges] and len(across) == 3
 
 
-@browser_only
+@needs_browser
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_chart_draws_every_path(report: AttentionComparisonReport, opened: Open, width: int) -> None:
     it = opened([broken(report)], width)
@@ -391,7 +375,7 @@ def test_the_chart_draws_every_path(report: AttentionComparisonReport, opened: O
     it.quiet_and_offline()
 
 
-@browser_only
+@needs_browser
 def test_layers_are_an_overview_and_fold(report: AttentionComparisonReport, opened: Open) -> None:
     layers = [replace(report, label=f"layer-{n:02}") for n in range(3)] + [broken(report)]
     it = opened(layers)
@@ -408,7 +392,7 @@ def test_layers_are_an_overview_and_fold(report: AttentionComparisonReport, open
     it.quiet_and_offline()
 
 
-@browser_only
+@needs_browser
 def test_hostile_text_stays_text(report: AttentionComparisonReport, opened: Open) -> None:
     it = opened([hostile(report)])
     it.quiet_and_offline()
@@ -427,7 +411,7 @@ def test_hostile_text_stays_text(report: AttentionComparisonReport, opened: Open
     it.quiet_and_offline()
 
 
-@browser_only
+@needs_browser
 def test_provenance_unfolds_with_every_number(report: AttentionComparisonReport, opened: Open) -> None:
     it = opened([report])
     fold = it.page.locator(".layer .folded > details")
@@ -444,7 +428,7 @@ def test_provenance_unfolds_with_every_number(report: AttentionComparisonReport,
     )
 
 
-@browser_only
+@needs_browser
 def test_nothing_to_compare_is_not_called_equal(report: AttentionComparisonReport, opened: Open) -> None:
     it = opened([changed(report, "chunked_prefill", out=NOTHING, lse=None, dlogp=None)], 700)
     it.quiet_and_offline()
@@ -455,7 +439,7 @@ def test_nothing_to_compare_is_not_called_equal(report: AttentionComparisonRepor
     )
 
 
-@browser_only
+@needs_browser
 def test_colours_follow_the_readers_choice(report: AttentionComparisonReport, opened: Open) -> None:
     it = opened([report])
     colour = "document.querySelector('.chart').data[2].marker.color[0]"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,17 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from rl_attn_plugin.drift import DriftReport, Thresholds, summarize
 from rl_attn_plugin.report import write_html
 from rl_attn_plugin.report.words import visible
+from tests.report.browser import needs_browser
 from tests.report.factory import HOSTILE, run
 
-_CHROMIUM = next(
-    filter(None, (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))), None
-)
-pytestmark = pytest.mark.skipif(_CHROMIUM is None, reason="needs Chromium, none is on PATH")
+pytestmark = needs_browser
 
 _MARKS = {
     "steps": ".bars .point path",
@@ -58,17 +55,6 @@ class Opened:
             [chart, trace, values],
         )
         return found
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(
-            executable_path=_CHROMIUM,
-            args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"],
-        )
-        yield launched
-        launched.close()
 
 
 Open = Callable[..., Opened]
