@@ -36,31 +36,36 @@ def numbers(count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarra
     return np.minimum(rollout + noise, -1e-6), rollout
 
 
-def live(tokens: int, rounds: int) -> dict[str, Any]:
-    """Tokens a second of `DriftMonitor.update`, median over rounds, one core; packed and padded by half."""
-    trainer, rollout = numbers(tokens, np.random.default_rng(0))
-    packed = [torch.from_numpy(x) for x in (trainer, rollout)]
-    padded = [x.view(-1, _LENGTH) for x in packed]
-    half = torch.zeros(padded[0].shape)
-    half[:, : _LENGTH // 2] = 1
-    ids = torch.arange(tokens) // _LENGTH
+def live(rounds: int) -> dict[str, Any]:
+    """Positions a second of `DriftMonitor.update`, median over rounds, one core.
+
+    ``rows``: 64 sequences of 1024, of which 80 % are active. ``packed``: as many tokens in one row, all of them active,
+    with and without sequences.
+    """
+    count = 64 * 1024
+    trainer, rollout = (torch.from_numpy(x) for x in numbers(count, np.random.default_rng(0)))
+    rows = [x.view(64, 1024) for x in (trainer, rollout)]
+    mask = (torch.arange(1024) < 819).float().expand(64, 1024).contiguous()
+    packed = (trainer, rollout, torch.ones(count))
+    layouts: dict[str, tuple[Any, dict[str, Any]]] = {
+        "rows": ((*rows, mask), {}),
+        "packed": (packed, {"sequence_ids": torch.arange(count) // 1024}),
+        "packed, no sequences": (packed, {}),
+    }
     found = {}
-    for name, given, mask, more in (
-        ("packed", packed, torch.ones(tokens), {"sequence_ids": ids}),
-        ("padded", padded, half, {}),
-    ):
+    for name, (given, more) in layouts.items():
+        monitor = DriftMonitor()
         seconds = []
         for step in range(rounds + 1):
-            monitor = DriftMonitor()
             began = time.perf_counter()
-            monitor.update(*given, mask, step=step, **more)
+            monitor.update(*given, step=step, **more)
             seconds.append(time.perf_counter() - began)
         middle = float(np.median(seconds[1:]))  # the first one allocates
         found[name] = {
-            "positions": tokens,
-            "active": int(mask.sum()),
+            "positions": count,
+            "active": int(given[2].sum()),
             "seconds": seconds[1:],
-            "positions_per_second": tokens / middle,
+            "positions_per_second": count / middle,
         }
     return found
 
@@ -104,14 +109,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--tokens", type=int, default=20_000_000, help="in the files")
     parser.add_argument("--steps", type=int, default=20, help="files")
-    parser.add_argument("--update", type=int, default=1_000_000, help="tokens of one update")
-    parser.add_argument("--rounds", type=int, default=9, help="updates that are timed")
+    parser.add_argument("--rounds", type=int, default=40, help="updates that are timed")
     options = parser.parse_args()
     load = os.getloadavg()[0]
     found = {
         "threads": torch.get_num_threads(),
         "load_before": load,
-        "update": live(options.update, options.rounds),
+        "update": live(options.rounds),
         "offline": offline(options.tokens, options.steps),
         "provenance": {"cpu": provenance.cpu(), "versions": provenance.versions()},
     }
