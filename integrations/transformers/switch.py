@@ -12,8 +12,10 @@ from rl_attn_plugin.integrations.transformers.masks import rl_attn_mask
 
 
 def register() -> None:
-    """Register attention and mask together under ``"rl_attn"``; doing it again changes nothing."""
-    AttentionInterface.register(NAME, rl_attn_forward)
+    """Register attention and mask together under ``"rl_attn"``; doing it again changes nothing, also where a trainer's
+    hook has put a function of its own there."""
+    if NAME not in AttentionInterface():
+        AttentionInterface.register(NAME, rl_attn_forward)
     AttentionMaskInterface.register(NAME, rl_attn_mask)
 
 

@@ -69,10 +69,16 @@ print(transformers.AttentionInterface()["rl_attn"].__module__)
 
 
 def test_a_sequence_cut_over_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AttentionInterface
+
     from rl_attn_plugin.integrations import transformers as plugin
+    from rl_attn_plugin.integrations.transformers.attention import rl_attn_forward
     from rl_attn_plugin.integrations.verl import forward_in_verl
 
-    plugin.register()  # the import has put the hook's function there, for the other tests of this process too
+    AttentionInterface.register("rl_attn", forward_in_verl)
+    plugin.register()  # as swap_attention and others do
+    assert AttentionInterface()["rl_attn"] is forward_in_verl
+    AttentionInterface.register("rl_attn", rl_attn_forward)  # for the other tests of this process
     q, k = torch.randn(1, 4, 7, 16), torch.randn(1, 2, 7, 16)
     ranks = SimpleNamespace(get_ulysses_sequence_parallel_world_size=lambda: 1)
     monkeypatch.setitem(sys.modules, "verl.utils.ulysses", ranks)
