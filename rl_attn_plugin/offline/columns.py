@@ -64,13 +64,12 @@ class Columns:
         return list(dict.fromkeys([*self.by_role.values(), *self.groups]))
 
 
-def find_columns(present: Sequence[str], wanted: Wanted, file: str) -> Columns:
+def find_columns(present: Sequence[str], wanted: Wanted) -> Columns:
     """The columns of a file.
 
     Args:
         present: names of all its columns.
         wanted: what to look for.
-        file: its name, for the message.
 
     Raises:
         InputError: it has no log-probs of one side, or no column that was asked for by name.
@@ -80,7 +79,7 @@ def find_columns(present: Sequence[str], wanted: Wanted, file: str) -> Columns:
         if role in wanted.names:
             if wanted.names[role] not in present:
                 raise InputError(
-                    f"{file} must have the column {wanted.names[role]!r} for {role}, got {_listed(present)}"
+                    f"must have the column {wanted.names[role]!r} for {role}, got {_listed(present)}"
                 )
             found[role] = wanted.names[role]
         else:
@@ -91,7 +90,7 @@ def find_columns(present: Sequence[str], wanted: Wanted, file: str) -> Columns:
     if lacking:
         options = {"logp_trainer": "--trainer-column", "logp_rollout": "--rollout-column"}
         raise InputError(
-            f"{file} must have a column of {' and of '.join(lacking)} (looked for "
+            f"must have a column of {' and of '.join(lacking)} (looked for "
             f"{'; '.join(', '.join(KNOWN[role]) for role in lacking)}), got {_listed(present)}. Name yours with "
             f"{' and '.join(options[role] for role in lacking)}; generations dumped without log-probs cannot be compared"
         )

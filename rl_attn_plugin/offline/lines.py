@@ -40,7 +40,7 @@ def read_lines(path: Path, name: str, step: int | None, reading: Reading) -> Ite
             rows += 1
             try:
                 if columns is None:
-                    columns = find_columns(list(row), reading.wanted, name)
+                    columns = find_columns(list(row), reading.wanted)
                     first = row.get(columns.by_role["logp_trainer"])
                     other = row.get(columns.by_role["logp_rollout"])
                     kind = "sequence" if isinstance(first, list) or isinstance(other, list) else "token"
@@ -226,6 +226,8 @@ def _step(row: Mapping[str, Any], columns: Columns, otherwise: int | None) -> in
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{column} must be an integer, got {str(value)[:60]!r}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{column} must be an integer of 64 bits, got {str(value)[:60]}")
     return value
 
 

@@ -29,8 +29,8 @@ def read_table(path: Path, name: str, step: int | None, reading: Reading) -> Ite
         return
     schema = opened.schema_arrow
     try:
-        columns = find_columns(schema.names, reading.wanted, name)
-        kind = _kind(schema, columns, name)
+        columns = find_columns(schema.names, reading.wanted)
+        kind = _kind(schema, columns)
     except InputError as error:
         reading.wrong(name, "", str(error))
         return
@@ -83,7 +83,7 @@ def _open(path: Path, name: str, reading: Reading) -> Any:
         return None
 
 
-def _kind(schema: pa.Schema, columns: Columns, name: str) -> Rows:
+def _kind(schema: pa.Schema, columns: Columns) -> Rows:
     kinds = set()
     for role in ("logp_trainer", "logp_rollout", "mask"):
         column = columns.get(role)
@@ -93,11 +93,11 @@ def _kind(schema: pa.Schema, columns: Columns, name: str) -> Rows:
         lists = _is_list(type_)
         inner = type_.value_type if lists else type_
         if not (pa.types.is_floating(inner) or pa.types.is_integer(inner) or pa.types.is_boolean(inner)):
-            raise InputError(f"{name}: {column} must hold numbers or lists of numbers, got {type_}")
+            raise InputError(f"{column} must hold numbers or lists of numbers, got {type_}")
         kinds.add(lists)
     if len(kinds) != 1:
         raise InputError(
-            f"{name}: log-probs and mask must all be numbers (a token a row) or all be lists (a sequence a row)"
+            "log-probs and mask must all be numbers (a token a row) or all be lists (a sequence a row)"
         )
     return "sequence" if kinds.pop() else "token"
 

@@ -51,14 +51,11 @@ def first_firing(run: RunDrift) -> int | None:
     return next((step.step for step in run.steps if step.firing), None)
 
 
-def beyond_checks(run: RunDrift) -> list[str]:
+def untold(run: RunDrift) -> list[str]:
     """Reasons that the list of numbers and bounds does not tell already."""
-    told = {
-        f"{check.metric} is {check.value:.3g}, {'below' if check.below else 'above'} {check.bound:g}"
-        for check in run.checks
-        if check.value is not None
-    }
-    return [reason for reason in run.reasons if reason not in told]
+    told = tuple(f"{check.metric} is " for check in run.checks)
+    steps = "from step"  # of a rule that fires at steps alone
+    return [reason for reason in run.reasons if not reason.startswith(told) or steps in reason]
 
 
 def bound(check: Check) -> str:
@@ -110,7 +107,7 @@ def print_drift_files(report: DriftFilesReport, console: Console) -> None:
     run, against = report.run, report.against
     style = _STYLES[run.verdict]
     lines = Text(headline(run, report.min_tokens), style="bold")
-    for reason in run.reasons:
+    for reason in untold(run) if run.verdict == "PASS" else run.reasons:
         lines.append(f"\n• {visible(reason)}", style="not bold")
     for found in run.diagnoses:
         lines.append(f"\n{found.name} ({percent(found.confidence)}): ", style="bold")

@@ -66,8 +66,12 @@ def number(value: float | None, signed: bool = False) -> str:
         return _NO_NUMBER
     if value == 0:
         return "0"
+    if math.isnan(value):
+        return "NaN"
     size = abs(value)
-    if isinstance(value, int):
+    if size == math.inf:
+        text = "∞"
+    elif isinstance(value, int):
         text = f"{size:,}"
     elif 1e-3 <= size < 1e5:
         text = f"{size:#.3g}".rstrip(".") if size < 999.5 else f"{size:.0f}"

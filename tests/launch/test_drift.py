@@ -94,6 +94,20 @@ def test_damage_is_an_error_until_it_may_be_skipped(
     assert "line 36" in (tmp_path / "o" / "report.html").read_text()
 
 
+def test_numbers_beyond_all_bounds_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """exp(dlogp) overflows, and a threshold may be infinite."""
+    row = {"step": 0, "logp_trainer": [-1.0, -1.0], "logp_rollout": [-900.0, -1.0]}
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in range(3)))
+    status, said = run(capsys, path, "--out", tmp_path / "o", "--min-tokens", "1", "--over-threshold", "inf")
+    assert status == 2 and "kl/k3 is inf, above 0.015" in said and "∞" in said
+    found = json.loads(
+        (tmp_path / "o" / "drift.json").read_text(), parse_constant=lambda name: pytest.fail(name)
+    )
+    assert found["run"]["metrics"]["kl/k3"] == "inf" and found["over_threshold"] == "inf"
+    assert "∞" in (tmp_path / "o" / "report.html").read_text()
+
+
 def test_a_bound_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "a.jsonl")
     status, said = run(capsys, path, "--out", tmp_path / "o", "--rule", "dlogp/abs_mean<=0.001")

@@ -45,6 +45,7 @@ def printed(report: DriftReport, manifest: dict[str, object] | None, width: int 
         (None, "–"), (0.0, "0"), (0.01749, "0.0175"), (-0.5, "−0.500"), (1234, "1,234"), (12.345, "12.3"),
         (3.8e-7, "3.8e-7"), (9.99e-4, "1.0e-3"), (25_000_000, "25,000,000"), (1234.5, "1234"), (1.5e9, "1.5e9"),
         (999.7, "1000"), (123.4, "123"), (1.0, "1.00"), (0, "0"),
+        (float("inf"), "∞"), (float("-inf"), "−∞"), (float("nan"), "NaN"),
     ],
 )  # fmt: skip
 def test_numbers(value: float | None, text: str) -> None:
