@@ -332,8 +332,10 @@ DAMAGE = [
     (b'{"logp_trainer": [[1], [2, 3]], "logp_rollout": [-1.0, 1]}\n', "line 3: logp_trainer must hold numbers"),
     (b'{"logp_trainer": null, "logp_rollout": null}\n', "line 3: must have log-probs of one side at least"),
     (b'{"step": "two", "logp_trainer": [-1.0], "logp_rollout": [-1.0]}\n', "line 3: step must be an integer, got 'two'"),
-    (b'{"step": 9223372036854775808, "logp_trainer": [-1.0], "logp_rollout": [-1.0]}\n', "line 3: step must be an integer of 64 bits, got 9223372036854775808"),
-    (b'{"token_ids": [99999999999999999999], "logp_trainer": [-1.0], "logp_rollout": [-1.0]}\n', "line 3: token_ids must hold numbers, got '[99999999999999999999]'"),
+    (b'{"step": 9223372036854775808, "logp_trainer": [-1.0], "logp_rollout": [-1.0]}\n',
+     "line 3: step must be an integer of 64 bits, got 9223372036854775808"),
+    (b'{"token_ids": [99999999999999999999], "logp_trainer": [-1.0], "logp_rollout": [-1.0]}\n',
+     "line 3: token_ids must hold numbers, got '[99999999999999999999]'"),
     (b'{"token_ids": [1.5], "logp_trainer": [-1.0], "logp_rollout": [-1.0]}\n', "line 3: token_ids must hold integers"),
 ]  # fmt: skip
 
