@@ -5,14 +5,18 @@ Every wrong use exits with 1, argument errors too: 2 and 3 are verdicts (DRIFT, 
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rl_attn_plugin.bench.run import BenchConfig
 from rl_attn_plugin.launch.config import CompareConfig, DriftConfig, JobConfig
 
 EXIT_USAGE = 1
+EXIT_INTERRUPTED = 130
 
 
 def parity(config: JobConfig) -> int:
@@ -146,11 +150,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     app.command(drift)
     app.command(doctor)
     app.command(bench)
-    try:
-        status: int = app.cli(prog="rl-attn", args=argv, config=(tyro.conf.OmitArgPrefixes,))
-    except SystemExit as stop:  # argparse says 2 for wrong usage
-        return EXIT_USAGE if stop.code else 0
+    with _terminated_as_interrupted():
+        try:
+            status: int = app.cli(prog="rl-attn", args=argv, config=(tyro.conf.OmitArgPrefixes,))
+        except SystemExit as stop:  # argparse says 2 for wrong usage
+            return EXIT_USAGE if stop.code else 0
+        except KeyboardInterrupt:  # before or after what a subcommand itself says
+            return EXIT_INTERRUPTED
     return status
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM, which a scheduler sends, ends a command as Ctrl-C does: with what it has to tidy up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 if __name__ == "__main__":

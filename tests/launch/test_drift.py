@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +162,28 @@ def test_bad_input_exits_1_and_says_what(
     status, said = run(capsys, *given, *out)
     assert status == 1 and message in said.replace("│ ", "").replace(" │", ""), said
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_what_is_interrupted_leaves_nothing(sent: signal.Signals, tmp_path: Path) -> None:
+    """While it waits for more of a file that is still written."""
+    lines = write(tmp_path / "a.jsonl").read_text()
+    pipe, scratch = tmp_path / "pipe.jsonl", tmp_path / "scratch"
+    os.mkfifo(pipe)
+    scratch.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import sys; from rl_attn_plugin.cli import main; sys.exit(main())",
+         "drift", str(pipe), "--out", str(tmp_path / "o")],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"TMPDIR": str(scratch)},
+    )  # fmt: skip
+    with pipe.open("w") as writer:  # waits for the reader
+        writer.write(lines)
+        writer.flush()
+        process.send_signal(sent)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted: nothing was written" in said, said
+    assert not (tmp_path / "o").exists() and not list(scratch.iterdir())
 
 
 def test_model_text_does_not_reach_the_terminal_as_it_is(
