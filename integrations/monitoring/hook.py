@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from rl_attn_plugin.monitor import DriftMonitor, Judgement, Watch
+from rl_attn_plugin.monitor import DriftError, DriftMonitor, Judgement, Watch
 from rl_attn_plugin.monitor.worst import Tokenizer
 
 
@@ -69,13 +69,19 @@ class DriftHook:
         number = self.steps if step is None else step
         spread = dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1
         whole = self.monitor.all_reduce(self.group) if spread else self.monitor
+        stopped: DriftError | None = None
         try:
-            self.last = self.watch.judge(number, whole, tokenizer=self.tokenizer)
+            try:
+                self.last = self.watch.judge(number, whole, tokenizer=self.tokenizer)
+            except DriftError as error:  # the step that ends a run is the one to look at afterwards
+                self.last, stopped = error.judgement, error
             if not spread or dist.get_rank(self.group) == 0:
                 for sink in self.sinks:
                     sink.write(self.last, whole, tokenizer=self.tokenizer)
         finally:
             self.monitor.reset()
+        if stopped is not None:
+            raise stopped
         return self.last
 
 

@@ -6,10 +6,10 @@ from rl_attn_plugin.monitor.aliases import FRAMEWORKS, aliases
 from rl_attn_plugin.monitor.diagnosis import FAULTS, Diagnosis
 from rl_attn_plugin.monitor.metrics import Bin
 from rl_attn_plugin.monitor.monitor import DriftMonitor
-from rl_attn_plugin.monitor.rules import DEFAULT_RULES, Alert, DriftError, Rule
+from rl_attn_plugin.monitor.rules import DEFAULT_RULES, Alert, Rule
 from rl_attn_plugin.monitor.settings import Settings
 from rl_attn_plugin.monitor.validity import MISSING
-from rl_attn_plugin.monitor.watch import Judgement, Watch
+from rl_attn_plugin.monitor.watch import DriftError, Judgement, Watch
 from rl_attn_plugin.monitor.worst import DriftedToken
 
 __all__ = [

@@ -55,14 +55,6 @@ class Alert:
 Action = Literal["log", "raise"] | Callable[[Alert], None]
 
 
-class DriftError(RuntimeError):
-    """What a rule with action ``raise`` raises; ``alert`` says why."""
-
-    def __init__(self, alert: Alert) -> None:
-        super().__init__(str(alert))
-        self.alert = alert
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     """One bound on one metric.
@@ -83,8 +75,8 @@ class Rule:
     clear: float | None = None
     """Level at which a firing rule clears; None is the bound."""
     action: Action = field(default="log", compare=False)
-    """``log`` warns through the logger ``rl_attn_plugin.monitor``, ``raise`` raises `DriftError`, a function is called
-    with the `Alert`."""
+    """``log`` warns through the logger ``rl_attn_plugin.monitor``, ``raise`` lets `Watch.judge` raise `DriftError`, a
+    function is called with the `Alert`."""
     required: bool = True
     """Whether a metric that cannot be told makes the verdict INCONCLUSIVE."""
     origin: str = ""

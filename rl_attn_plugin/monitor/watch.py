@@ -10,7 +10,7 @@ from typing import Any
 from rl_attn_plugin.drift.verdict import Verdict
 from rl_attn_plugin.monitor.diagnosis import Diagnosis
 from rl_attn_plugin.monitor.monitor import DriftMonitor
-from rl_attn_plugin.monitor.rules import DEFAULT_RULES, Alert, DriftError, Rule
+from rl_attn_plugin.monitor.rules import DEFAULT_RULES, Alert, Rule
 from rl_attn_plugin.monitor.worst import Tokenizer
 
 _LOG = logging.getLogger("rl_attn_plugin.monitor")
@@ -38,6 +38,20 @@ class Judgement:
     firing: list[str]
     alerts: list[Alert]
     diagnoses: list[Diagnosis]
+
+
+class DriftError(RuntimeError):
+    """What a rule with action ``raise`` raises.
+
+    Attributes:
+        alert: says why.
+        judgement: of the step, which `Watch.judge` could not return.
+    """
+
+    def __init__(self, alert: Alert, judgement: Judgement) -> None:
+        super().__init__(str(alert))
+        self.alert = alert
+        self.judgement = judgement
 
 
 class Watch:
@@ -97,9 +111,12 @@ class Watch:
             verdict, reasons = "DRIFT", [_said(rule, metrics) for rule in firing]
         else:
             verdict, reasons = "PASS", [_said(rule, metrics) for rule in self.rules if rule.metric in metrics]
+        judgement = Judgement(
+            step, verdict, reasons, metrics, [rule.metric for rule in firing], alerts, diagnoses
+        )
         for alert in sorted(alerts, key=lambda alert: alert.rule.action == "raise"):  # what raises comes last
-            _act(alert)
-        return Judgement(step, verdict, reasons, metrics, [rule.metric for rule in firing], alerts, diagnoses)
+            _act(alert, judgement)
+        return judgement
 
     def state_dict(self) -> dict[str, Any]:
         """What is remembered between steps: plain values."""
@@ -152,9 +169,9 @@ def _said(rule: Rule, metrics: Mapping[str, float]) -> str:
     )
 
 
-def _act(alert: Alert) -> None:
+def _act(alert: Alert, judgement: Judgement) -> None:
     if alert.rule.action == "raise":
-        raise DriftError(alert)
+        raise DriftError(alert, judgement)
     if alert.rule.action == "log":
         _LOG.warning("%s", alert)
     elif callable(alert.rule.action):
