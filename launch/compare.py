@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
-from rl_attn_plugin.launch.config import CompareConfig
+from rl_attn_plugin.launch.config import CompareConfig, Synthetic
 from rl_attn_plugin.launch.errors import StoreError
 from rl_attn_plugin.launch.store import COMPARISONS, write_atomic, write_failure
 from rl_attn_plugin.replay import AttentionComparisonInputs, AttentionComparisonReport, synthetic_inputs
@@ -66,18 +67,17 @@ def _run(config: CompareConfig, captured: Path | None, console: Console) -> int:
                     on_path=lambda path, label=label: status.update(f"{label}: {path}"),  # type: ignore[misc]
                 )
             )
-    print_comparisons(reports, console)
-    content = {"schema": COMPARISONS, "reports": [report.to_dict() for report in reports]}
-    texts = {
-        "comparison.json": json.dumps(content, indent=1, allow_nan=False) + "\n",
-        "comparison.html": render_comparison_html(reports),
-    }
     try:
         config.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(write_failure(config.out, error)) from error
-    for name, text in texts.items():
-        write_atomic(config.out / name, text.encode("utf-8"))
+    content = {"schema": COMPARISONS, "reports": [report.to_dict() for report in reports]}
+    # first what took the time; what is made of it can be made again
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    write_atomic(config.out / "comparison.json", text.encode("utf-8"))
+    print_comparisons(reports, console)
+    page = render_comparison_html(reports)
+    write_atomic(config.out / "comparison.html", page.encode("utf-8"))
     console.print(f"report: {config.out / 'comparison.html'}", soft_wrap=True, highlight=False, markup=False)
     return max((EXIT_STATUS[report.verdict] for report in reports), key=_severity)
 
@@ -95,6 +95,7 @@ def _inputs(config: CompareConfig, captured: Path | None) -> dict[str, Attention
     elif device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no usable CUDA device (rl-attn doctor says why)")
     if captured is not None:
+        _refuse_shapes(config.synthetic)
         return {label: inputs.to(device) for label, inputs in load_captures(captured).items()}
     s = config.synthetic
     inputs = synthetic_inputs(
@@ -102,3 +103,18 @@ def _inputs(config: CompareConfig, captured: Path | None) -> dict[str, Attention
         dtype=getattr(torch, s.dtype), seed=s.seed, device=device, rope=s.head_dim % 2 == 0,
     )  # fmt: skip
     return {"synthetic": inputs}
+
+
+def _refuse_shapes(given: Synthetic) -> None:
+    """The seed counts for captured inputs too: pages are placed at random."""
+    plain = Synthetic()
+    asked = [
+        f"--{field.name.replace('_', '-')} {getattr(given, field.name)}"
+        for field in fields(Synthetic)
+        if field.name != "seed" and getattr(given, field.name) != getattr(plain, field.name)
+    ]
+    if asked:
+        raise ValueError(
+            f"captured inputs have shapes of their own, got {' '.join(asked)}: leave them out, or leave out the folder for "
+            "random inputs"
+        )

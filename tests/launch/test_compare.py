@@ -47,6 +47,28 @@ def test_captured_inputs_and_the_required_oracle(tmp_path: Path, capsys: pytest.
     assert "transformer_engine_paged_kv" in names and not any(name.endswith(":decode") for name in names)
 
 
+def test_shapes_of_captured_inputs_are_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_captures(tmp_path / "captured", {"layer-00": synthetic_inputs(length=30, rope=False, vocab=0)}, {})
+    command = ["compare", str(tmp_path / "captured"), "--out", str(tmp_path / "out"), "--no-peers"]
+    assert cli.main([*command, "--length", "40", "--kv-heads", "1"]) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "captured inputs have shapes of their own, got --length 40 --kv-heads 1: leave them out" in error
+    assert not (tmp_path / "out").exists()
+    assert cli.main([*command, "--seed", "3"]) == 0
+
+
+def test_a_page_that_cannot_be_made_loses_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template is taken away: a fault of the page alone."""
+    from rl_attn_plugin.report import page
+
+    monkeypatch.setattr(page, "_TEMPLATES", tmp_path)
+    with pytest.raises(Exception, match=r"comparison\.js"):
+        cli.main(["compare", *SMALL, "--no-peers", "--out", str(tmp_path / "out")])
+    content = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert AttentionComparisonReport.from_dict(content["reports"][0]).verdict == "PASS"
+    assert not (tmp_path / "out" / "comparison.html").exists()
+
+
 def test_drift_exits_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_attn_plugin.replay import paths
 
