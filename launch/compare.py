@@ -40,6 +40,16 @@ def run(config: CompareConfig, captured: Path | None = None, *, console: Console
             f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
         )
         return EXIT_ERROR
+    except RuntimeError as error:
+        if not _out_of_memory(error):
+            raise
+        Console(stderr=True).print(
+            f"[bold red]error:[/] not enough memory for these inputs ({escape(str(error).splitlines()[0])}): give a smaller "
+            "--length, --batch, --heads or --vocab, or fewer captured tokens",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return EXIT_ERROR
     except KeyboardInterrupt:
         console.print("interrupted: nothing was written", highlight=False)
         return 130
@@ -80,6 +90,13 @@ def _run(config: CompareConfig, captured: Path | None, console: Console) -> int:
     write_atomic(config.out / "comparison.html", page.encode("utf-8"))
     console.print(f"report: {config.out / 'comparison.html'}", soft_wrap=True, highlight=False, markup=False)
     return max((EXIT_STATUS[report.verdict] for report in reports), key=_severity)
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    """torch has a class for a GPU's memory, and a sentence for the machine's."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _severity(status: int) -> int:

@@ -23,6 +23,9 @@ PATHS = ("recorded", "chunked_prefill", "decode_replay")
 Fault = Literal["none", "weights", "rope"]
 
 
+_MOST_PAGE = 65536  # tokens; a page is filled with NaN beforehand, and a longer one is nothing but memory
+
+
 def _require(ok: bool, name: str, must: str, got: object) -> None:
     if not ok:
         raise ValueError(f"{name} must {must}, got {got!r}")
@@ -67,7 +70,7 @@ class Batching:
     def __post_init__(self) -> None:
         _require(self.shard_size >= 1, "--shard-size", "be at least 1", self.shard_size)
         _require(self.chunk_size >= 1, "--chunk-size", "be at least 1", self.chunk_size)
-        _require(self.page_size >= 1, "--page-size", "be at least 1", self.page_size)
+        _require(1 <= self.page_size <= _MOST_PAGE, "--page-size", f"be 1 to {_MOST_PAGE}", self.page_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,6 +252,7 @@ class Synthetic:
                 getattr(self, name) >= 1, f"--{name.replace('_', '-')}", "be at least 1", getattr(self, name)
             )
         _require(self.vocab >= 0, "--vocab", "be at least 0", self.vocab)
+        _require(0 <= self.seed < 2**63, "--seed", "be in [0, 2**63)", self.seed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,6 +278,8 @@ class CompareConfig:
     synthetic: Synthetic = field(default_factory=Synthetic)
 
     def __post_init__(self) -> None:
-        for name in ("query_chunk_size", "kv_page_size", "tokens_per_step"):
+        for name in ("query_chunk_size", "tokens_per_step"):
             size = getattr(self, name)
             _require(size is None or size >= 1, f"--{name.replace('_', '-')}", "be at least 1", size)
+        page = self.kv_page_size
+        _require(page is None or 1 <= page <= _MOST_PAGE, "--kv-page-size", f"be 1 to {_MOST_PAGE}", page)

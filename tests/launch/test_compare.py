@@ -88,7 +88,11 @@ def test_drift_exits_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--length", "0"], "--length must be at least 1, got 0"),
         (["--vocab", "-1"], "--vocab must be at least 0, got -1"),
-        (["--kv-page-size", "0"], "--kv-page-size must be at least 1, got 0"),
+        (["--kv-page-size", "0"], "--kv-page-size must be 1 to 65536, got 0"),
+        (["--kv-page-size", "1000000000000"], "--kv-page-size must be 1 to 65536, got 1000000000000"),
+        (["--seed", "99999999999999999999"], "--seed must be in [0, 2**63), got 99999999999999999999"),
+        (["--seed", "-1"], "--seed must be in [0, 2**63), got -1"),
+        (["--length", "10000000000"], "not enough memory for these inputs"),
         (["--tokens-per-step", "0"], "--tokens-per-step must be at least 1, got 0"),
         (["--heads", "3"], "query heads must be a multiple of key/value heads, got 3 and 2"),
         (["--head-dim", "300"], "head dim D must be 1 to 256, got 300"),
