@@ -191,7 +191,7 @@ def _measure(
 
 def _judge(config: JobConfig, console: Console, store: RunStore) -> int:
     """Statistics, verdict, ``drift.json``, ``report.html`` and the table, from what is in the store."""
-    if store.manifest["config"] != (asked := json.loads(json.dumps(config.to_dict()))):
+    if store.manifest.get("config") != (asked := json.loads(json.dumps(config.to_dict()))):
         store.write_manifest(config=asked)  # judged by other thresholds than before
     table = store.tokens()
     result = drift.summarize(

@@ -235,6 +235,9 @@ def set_aside(root: Path) -> Path | None:
     return target
 
 
+_OBJECTS = ("identity", "config", "timing", "provenance", "model", "sampling", "audit")
+
+
 def read_manifest(root: Path) -> dict[str, Any]:
     """``manifest.json`` of a run directory.
 
@@ -250,6 +253,17 @@ def read_manifest(root: Path) -> dict[str, Any]:
         raise StoreError(f"{path} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or "identity" not in manifest:
         raise StoreError(f"{path} is not the manifest of a run: it has no identity")
+    for name in _OBJECTS:
+        value = manifest.get(name)
+        if not isinstance(value, dict) and (value is not None or name == "identity"):
+            raise StoreError(f"{path} has been changed: {name} must be an object, got {str(value)[:60]!r}")
+    samples = manifest.get("samples")
+    if not (
+        samples is None or (isinstance(samples, list) and all(isinstance(each, dict) for each in samples))
+    ):
+        raise StoreError(
+            f"{path} has been changed: samples must be a list of objects, got {str(samples)[:60]!r}"
+        )
     return manifest
 
 

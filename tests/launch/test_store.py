@@ -82,6 +82,34 @@ def test_foreign_manifest_is_refused(tmp_path: Path, content: Any) -> None:
         _open(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"identity": None}, "identity must be an object, got 'None'"),
+        ({"identity": ["x"]}, "identity must be an object"),
+        ({"timing": 3}, "timing must be an object, got '3'"),
+        ({"model": "x"}, "model must be an object, got 'x'"),
+        ({"sampling": [1]}, "sampling must be an object"),
+        ({"audit": 3}, "audit must be an object"),
+        ({"config": "x"}, "config must be an object"),
+        ({"provenance": 1}, "provenance must be an object"),
+        ({"samples": 3}, "samples must be a list of objects, got '3'"),
+        ({"samples": ["x"]}, "samples must be a list of objects"),
+    ],
+)
+def test_a_manifest_that_was_edited_is_refused_by_name(
+    changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    whole: dict[str, Any] = {"identity": {"model": "m"}, "samples": [{"sample": 0}], "timing": None}
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(whole))
+    assert read_manifest(tmp_path) == whole
+    path.write_text(json.dumps(whole | changed))
+    with pytest.raises(StoreError, match="has been changed") as caught:
+        read_manifest(tmp_path)
+    assert message in str(caught.value)
+
+
 def test_reading_what_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"is not a run directory: it has no manifest\.json"):
         read_manifest(tmp_path)
