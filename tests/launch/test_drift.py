@@ -176,6 +176,8 @@ def test_what_is_interrupted_leaves_nothing(sent: signal.Signals, tmp_path: Path
          "drift", str(pipe), "--out", str(tmp_path / "o")],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=os.environ | {"TMPDIR": str(scratch)},
+        # a suite that runs in the background has Ctrl-C ignored, and its children would inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     with pipe.open("w") as writer:  # waits for the reader
         writer.write(lines)
