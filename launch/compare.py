@@ -7,18 +7,14 @@ from dataclasses import fields
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 from rl_attn_plugin.launch.config import CompareConfig, Synthetic
-from rl_attn_plugin.launch.errors import StoreError
-from rl_attn_plugin.launch.store import COMPARISONS, write_atomic, write_failure
+from rl_attn_plugin.launch.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_STATUS, StoreError, print_error
+from rl_attn_plugin.launch.store import COMPARISONS, make_folder, write_atomic
 from rl_attn_plugin.replay import AttentionComparisonInputs, AttentionComparisonReport, synthetic_inputs
 from rl_attn_plugin.replay.captures import load_captures
 from rl_attn_plugin.replay.compare import compare_attention
 from rl_attn_plugin.replay.decode import DecodeOptions
-
-EXIT_STATUS = {"PASS": 0, "DRIFT": 2, "INCONCLUSIVE": 3}
-EXIT_ERROR = 1
 
 
 def run(config: CompareConfig, captured: Path | None = None, *, console: Console | None = None) -> int:
@@ -36,23 +32,19 @@ def run(config: CompareConfig, captured: Path | None = None, *, console: Console
     try:
         return _run(config, captured, console)
     except (ValueError, ImportError, NotImplementedError, StoreError) as error:
-        Console(stderr=True).print(
-            f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
-        )
+        print_error(error)
         return EXIT_ERROR
     except RuntimeError as error:
         if not _out_of_memory(error):
             raise
-        Console(stderr=True).print(
-            f"[bold red]error:[/] not enough memory for these inputs ({escape(str(error).splitlines()[0])}): give a smaller "
-            "--length, --batch, --heads or --vocab, or fewer captured tokens",
-            highlight=False,
-            soft_wrap=True,
+        print_error(
+            f"not enough memory for these inputs ({str(error).splitlines()[0]}): give a smaller --length, --batch, "
+            "--heads or --vocab, or fewer captured tokens"
         )
         return EXIT_ERROR
     except KeyboardInterrupt:
         console.print("interrupted: nothing was written", highlight=False)
-        return 130
+        return EXIT_INTERRUPTED
 
 
 def _run(config: CompareConfig, captured: Path | None, console: Console) -> int:
@@ -77,10 +69,7 @@ def _run(config: CompareConfig, captured: Path | None, console: Console) -> int:
                     on_path=lambda path, label=label: status.update(f"{label}: {path}"),  # type: ignore[misc]
                 )
             )
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(write_failure(config.out, error)) from error
+    make_folder(config.out)
     content = {"schema": COMPARISONS, "reports": [report.to_dict() for report in reports]}
     # first what took the time; what is made of it can be made again
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"

@@ -10,20 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from rl_attn_plugin import __version__, provenance
 from rl_attn_plugin.launch.config import DriftConfig
-from rl_attn_plugin.launch.errors import StoreError
-from rl_attn_plugin.launch.store import write_atomic, write_failure
+from rl_attn_plugin.launch.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_STATUS, StoreError, print_error
+from rl_attn_plugin.launch.store import make_folder, write_atomic
 from rl_attn_plugin.monitor import DEFAULT_RULES, DriftMonitor, Rule
 from rl_attn_plugin.monitor.worst import Tokenizer
 from rl_attn_plugin.offline import DriftFilesReport, InputError, Options, RunDrift, Wanted, measure
-
-EXIT_STATUS = {"PASS": 0, "DRIFT": 2, "INCONCLUSIVE": 3, "INVALID": 1}
-EXIT_ERROR = 1
-EXIT_INTERRUPTED = 130
 
 _RULE = re.compile(r"\s*([\w/]+)\s*(<=|>=)\s*(\S+)\s*")
 
@@ -43,9 +38,7 @@ def run(config: DriftConfig, files: Sequence[Path], *, console: Console | None =
     try:
         return _run(config, files, console)
     except (InputError, ImportError, StoreError) as error:
-        Console(stderr=True).print(
-            f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
-        )
+        print_error(error)
         return EXIT_ERROR
     except KeyboardInterrupt:
         console.print("interrupted: nothing was written", highlight=False)
@@ -66,10 +59,7 @@ def _run(config: DriftConfig, files: Sequence[Path], console: Console) -> int:
         version=__version__,
         provenance={"versions": provenance.versions()},
     )
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(write_failure(config.out, error)) from error
+    make_folder(config.out)
     text = json.dumps(report.to_dict(), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     write_atomic(config.out / "drift.json", text.encode("utf-8", "replace"))
     print_drift_files(report, console)
@@ -117,6 +107,7 @@ def rules_of(given: Sequence[str]) -> tuple[Rule, ...]:
         InputError: one is something else, or names no metric.
     """
     rules = {(rule.metric, rule.below): rule for rule in DEFAULT_RULES}
+    known = _metrics() if given else []
     for text in given:
         found = _RULE.fullmatch(text)
         if found is None:
@@ -128,10 +119,8 @@ def rules_of(given: Sequence[str]) -> tuple[Rule, ...]:
             raise InputError(f"--rule {text!r}: the bound must be a number, got {number!r}") from None
         if bound != bound:
             raise InputError(f"--rule {text!r}: the bound must be a number, got nan")
-        if metric not in _metrics():
-            raise InputError(
-                f"--rule {text!r}: there is no metric {metric!r}; there are {', '.join(_metrics())}"
-            )
+        if metric not in known:
+            raise InputError(f"--rule {text!r}: there is no metric {metric!r}; there are {', '.join(known)}")
         rules[metric, sign == ">="] = Rule(metric=metric, bound=bound, below=sign == ">=", origin="given")
     return tuple(rules.values())
 
@@ -166,6 +155,3 @@ def _tokenizer(name: str) -> Tokenizer:
         ) from error
     tokenizer: Tokenizer = found
     return tokenizer
-
-
-__all__ = ["EXIT_STATUS", "rules_of", "run"]

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -31,7 +30,14 @@ from rich.progress import (
 from rl_attn_plugin import __version__, drift, provenance, report
 from rl_attn_plugin.launch.cluster import Pair, local_ray
 from rl_attn_plugin.launch.config import ARM_UNDER_TEST, PATHS, JobConfig
-from rl_attn_plugin.launch.errors import JobError, StoreError
+from rl_attn_plugin.launch.errors import (
+    EXIT_ERROR,
+    EXIT_INTERRUPTED,
+    EXIT_STATUS,
+    JobError,
+    StoreError,
+    print_error,
+)
 from rl_attn_plugin.launch.policies.base import PolicyIdentity, PolicySpec
 from rl_attn_plugin.launch.policies.text import TextModel, load_text_model
 from rl_attn_plugin.launch.prompts import TokenizedPrompt, read_prompts, tokenize_prompts
@@ -40,10 +46,7 @@ from rl_attn_plugin.launch.store import RunStore, Shard, set_aside, write_failur
 from rl_attn_plugin.launch.workers import Sampled, Scored
 from rl_attn_plugin.replay import AttentionComparisonReport
 
-EXIT_STATUS = {"PASS": 0, "DRIFT": 2, "INCONCLUSIVE": 3, "INVALID": 1}
-EXIT_ERROR = 1
 _COMPARED = 2  # samples whose layers are compared: ragged, so that padding is met
-EXIT_INTERRUPTED = 130
 
 _BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16")
 
@@ -62,9 +65,7 @@ def run(config: JobConfig, *, console: Console | None = None) -> int:
     try:
         return _run(config, console)
     except JobError as error:
-        Console(stderr=True).print(
-            f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
-        )
+        print_error(error)
         return EXIT_ERROR
     except KeyboardInterrupt:
         root = config.run_directory()
@@ -90,16 +91,15 @@ def _run(config: JobConfig, console: Console) -> int:
         _say(console, f"the finished run is kept as {kept}")
     store = RunStore(root, identity=_identity(config, tokenized, device, dtype), shards=len(shards))
     try:
-        if store.finished and (
-            not config.te_oracle or store.comparisons(config.te_oracle_layers) is not None
-        ):
+        finished = store.finished
+        if finished and (not config.te_oracle or store.comparisons(config.te_oracle_layers) is not None):
             _say(console, f"{root} holds the finished run of this configuration (--rerun measures again)")
         else:
             _say(
                 console,
                 f"rl-attn parity: {text.name}, {dtype} on {device}, {len(tokenized)} prompts -> {root}",
             )
-            _measure(config, console, store, shards, text, device=device, dtype=dtype)
+            _measure(config, console, store, shards, text, device=device, dtype=dtype, finished=finished)
         return _judge(config, console, store)
     finally:
         store.close()
@@ -114,10 +114,11 @@ def _measure(
     *,
     device: str,
     dtype: str,
+    finished: bool,
 ) -> None:
-    """Does the shards that the store does not have yet."""
+    """Does the shards that the store does not have yet; the layers' comparison alone where it is ``finished``."""
     started = time.perf_counter()
-    done, was_finished = store.committed(), store.finished
+    done = store.committed()
     if done:
         _say(console, f"resuming: {len(done)} of {len(shards)} shards are there")
     spec = PolicySpec(
@@ -179,7 +180,7 @@ def _measure(
             )
             store.write_comparisons(found, config.te_oracle_layers)
         peaks, audit = pair.peak_mib(), pair.audits()
-    if was_finished:  # only the comparison was missing
+    if finished:  # only the comparison was missing
         return
     store.write_manifest(
         state="finished",
@@ -191,7 +192,7 @@ def _measure(
 
 def _judge(config: JobConfig, console: Console, store: RunStore) -> int:
     """Statistics, verdict, ``drift.json``, ``report.html`` and the table, from what is in the store."""
-    if store.manifest.get("config") != (asked := json.loads(json.dumps(config.to_dict()))):
+    if store.manifest.get("config") != (asked := config.to_dict()):
         store.write_manifest(config=asked)  # judged by other thresholds than before
     table = store.tokens()
     result = drift.summarize(
@@ -407,9 +408,6 @@ def _progress(console: Console) -> Progress:
 
 
 __all__ = [
-    "EXIT_ERROR",
-    "EXIT_INTERRUPTED",
-    "EXIT_STATUS",
     "check_identities",
     "resolve_device",
     "resolve_dtype",

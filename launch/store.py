@@ -91,6 +91,18 @@ def write_atomic(path: Path, data: bytes) -> None:
         raise StoreError(write_failure(path, error)) from error
 
 
+def make_folder(path: Path) -> None:
+    """Makes a folder and those above it; one that is there already stays as it is.
+
+    Raises:
+        StoreError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(write_failure(path, error)) from error
+
+
 def write_failure(path: Path, error: OSError) -> str:
     """A sentence about a failed write, with what helps."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -144,10 +156,7 @@ class RunStore:
                     "it. Different are:\n" + "\n".join(f"  {line}" for line in differing)
                 )
         for folder in (self.root / "tokens", self.root / "logs"):
-            try:
-                folder.mkdir(exist_ok=True)
-            except OSError as error:
-                raise StoreError(write_failure(folder, error)) from error
+            make_folder(folder)
         for folder in (self.root, self.root / "tokens"):  # the lock is ours: whoever wrote these is gone
             for leftover in folder.glob(".*.tmp"):
                 leftover.unlink()

@@ -14,9 +14,7 @@ from pathlib import Path
 
 from rl_attn_plugin.bench.run import BenchConfig
 from rl_attn_plugin.launch.config import CompareConfig, DriftConfig, JobConfig
-
-EXIT_USAGE = 1
-EXIT_INTERRUPTED = 130
+from rl_attn_plugin.launch.errors import EXIT_ERROR, EXIT_INTERRUPTED
 
 
 def parity(config: JobConfig) -> int:
@@ -127,7 +125,7 @@ def _missing(command: str, error: ModuleNotFoundError) -> int:
     if error.name is None or error.name.startswith("rl_attn_plugin"):
         raise error
     print(f"{command} needs {error.name}: pip install 'rl-attn-plugin[ray,transformers]'", file=sys.stderr)
-    return EXIT_USAGE
+    return EXIT_ERROR
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         import tyro
     except ImportError:
         print("rl-attn needs tyro: pip install 'rl-attn-plugin[ray,transformers]'", file=sys.stderr)
-        return EXIT_USAGE
+        return EXIT_ERROR
     app = tyro.extras.SubcommandApp()
     app.command(parity)
     app.command(compare)
@@ -154,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             status: int = app.cli(prog="rl-attn", args=argv, config=(tyro.conf.OmitArgPrefixes,))
         except SystemExit as stop:  # argparse says 2 for wrong usage
-            return EXIT_USAGE if stop.code else 0
+            return EXIT_ERROR if stop.code else 0
         except KeyboardInterrupt:  # before or after what a subcommand itself says
             return EXIT_INTERRUPTED
     return status
