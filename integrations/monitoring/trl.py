@@ -46,7 +46,7 @@ def watch_grpo(trainer: Any, hook: DriftHook | None = None) -> DriftHook:
 
     class Step(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if not watching.monitor.compute()["updates/count"]:
+            if not watching.monitor.updated:
                 return  # steps that train again on a batch that was judged
             judgement = watching.end_step(state.global_step)
             for name, value in named(judgement).items():

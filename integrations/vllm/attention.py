@@ -12,6 +12,9 @@ from rl_attn_plugin.integrations.vllm.metadata import RLAttentionMetadata
 from rl_attn_plugin.ops.attention import flash_attention_paged
 from rl_attn_plugin.ops.cache import write_kv_cache
 
+E4M3 = ("fp8", "fp8_e4m3")
+"""vLLM's names of the one 8-bit cache that there is here."""
+
 
 class RLAttentionImpl(AttentionImpl[RLAttentionMetadata]):
     """Causal decoder attention, one call for whatever a step mixes."""
@@ -55,7 +58,7 @@ class RLAttentionImpl(AttentionImpl[RLAttentionMetadata]):
             refused.append("alibi_slopes")
         if attn_type != AttentionType.DECODER:
             refused.append(f"attn_type={attn_type!r}")
-        if kv_cache_dtype.startswith("fp8") and kv_cache_dtype not in ("fp8", "fp8_e4m3"):
+        if kv_cache_dtype.startswith("fp8") and kv_cache_dtype not in E4M3:
             refused.append(f"kv_cache_dtype={kv_cache_dtype!r}")
         if refused:
             raise NotImplementedError(
@@ -163,4 +166,4 @@ class RLAttentionImpl(AttentionImpl[RLAttentionMetadata]):
 
     @property
     def _e4m3(self) -> bool:
-        return self.kv_cache_dtype.startswith("fp8")
+        return self.kv_cache_dtype in E4M3

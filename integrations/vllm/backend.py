@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionBackend
 
-from rl_attn_plugin.integrations.vllm.attention import RLAttentionImpl
+from rl_attn_plugin.integrations.vllm.attention import E4M3, RLAttentionImpl
 from rl_attn_plugin.integrations.vllm.metadata import RLAttentionMetadataBuilder
 
 _MAX_HEAD_SIZE = 256
-_E4M3 = ("fp8", "fp8_e4m3")
 
 
 class RLAttentionBackend(AttentionBackend):
@@ -22,7 +21,7 @@ class RLAttentionBackend(AttentionBackend):
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *_E4M3]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *E4M3]
     forward_includes_kv_cache_update = False  # `RLAttentionImpl.do_kv_cache_update` is called before forward
 
     @staticmethod
@@ -77,6 +76,6 @@ class RLAttentionBackend(AttentionBackend):
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any
     ) -> str | None:
         """A cache of another 16-bit type than the queries would round keys a second time."""
-        if kv_cache_dtype in (None, "auto", *_E4M3) or kv_cache_dtype == str(dtype).removeprefix("torch."):
+        if kv_cache_dtype in (None, "auto", *E4M3) or kv_cache_dtype == str(dtype).removeprefix("torch."):
             return None
         return f"kv_cache_dtype {kv_cache_dtype} with a model in {dtype} not supported, use auto or fp8_e4m3"

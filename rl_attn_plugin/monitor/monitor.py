@@ -125,6 +125,11 @@ class DriftMonitor:
         # Not in place: merged monitors share their states.
         self._states[device] = replace(state, counts=state.counts + counted)
 
+    @property
+    def updated(self) -> bool:
+        """Whether there was an update since the last reset; a device is not waited for."""
+        return bool(self._states)
+
     def compute(self) -> dict[str, float]:
         """All scalar metrics as plain floats; docs/metrics.md defines each. What cannot be told has no key: without a
         compared token there is no ``dlogp/mean``. A number that overflows is infinite. Waits for the device."""

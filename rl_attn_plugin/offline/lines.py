@@ -12,9 +12,10 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_attn_plugin.monitor import MISSING
 from rl_attn_plugin.offline.columns import Columns, Rows, find_columns
 from rl_attn_plugin.offline.errors import InputError
-from rl_attn_plugin.offline.pieces import MISSING, UNKNOWN, Piece, Refused
+from rl_attn_plugin.offline.pieces import UNKNOWN, Piece, Refused
 from rl_attn_plugin.offline.reading import Builder, Reading, Runs, floats, integers
 from rl_attn_plugin.offline.result import FileRead
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_attn_plugin.monitor import MISSING
-
 PIECE_TOKENS = 1 << 16
 """Tokens of a piece, about: enough to be fast, few enough for a cache."""
 
@@ -34,7 +32,7 @@ class Piece:
     """Whole sequences, one after another; everything ``[T]``.
 
     Attributes:
-        trainer: fp64, `MISSING` where there is none.
+        trainer: fp64, `rl_attn_plugin.monitor.MISSING` where there is none.
         rollout: likewise.
         mask: fp32, 1 where a token was sampled.
         step: int64.
@@ -54,6 +52,3 @@ class Piece:
     groups: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     refused: list[Refused] = field(default_factory=list)
-
-
-__all__ = ["MISSING", "PIECE_TOKENS", "UNKNOWN", "Piece", "Refused"]

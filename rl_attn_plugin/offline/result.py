@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rl_attn_plugin.drift.verdict import Verdict
 from rl_attn_plugin.monitor import Bin, Diagnosis, DriftedToken
+from rl_attn_plugin.monitor.plain import plain
 
 SCHEMA = "rl-attn/drift-files/1"
 
@@ -181,8 +182,8 @@ class DriftFilesReport:
         for run in (found["run"], found["against"]):
             if run is not None:
                 run["histogram"] = _without_empty(run.pop("edges"), run.pop("positive"), run.pop("negative"))
-        plain: dict[str, Any] = _plain({"schema": SCHEMA, "verdict": self.verdict, **found})
-        return plain
+        report: dict[str, Any] = plain({"schema": SCHEMA, "verdict": self.verdict, **found})
+        return report
 
 
 def _without_empty(
@@ -198,13 +199,3 @@ def _without_empty(
         for i, (up, down) in enumerate(zip(positive, negative, strict=True))
         if up or down
     ]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value

@@ -12,9 +12,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from rl_attn_plugin.monitor import MISSING
 from rl_attn_plugin.offline.columns import Columns, Rows, find_columns
 from rl_attn_plugin.offline.errors import InputError
-from rl_attn_plugin.offline.pieces import MISSING, UNKNOWN, Piece, Refused
+from rl_attn_plugin.offline.pieces import UNKNOWN, Piece, Refused
 from rl_attn_plugin.offline.reading import Builder, Reading, Runs
 from rl_attn_plugin.offline.result import FileRead
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from rl_attn_plugin.monitor.monitor import DriftMonitor
+from rl_attn_plugin.monitor.plain import plain
 from rl_attn_plugin.monitor.watch import Judgement
 from rl_attn_plugin.monitor.worst import DriftedToken
 
@@ -63,17 +64,6 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, message) from error
 
 
-def plain(value: Any) -> Any:
-    """JSON values alone: NaN and infinities, which JSON has not, become ``"nan"``, ``"inf"`` and ``"-inf"``."""
-    if isinstance(value, dict):
-        return {key: plain(x) for key, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(x) for x in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
 def record(judgement: Judgement, worst: list[DriftedToken]) -> dict[str, Any]:
     """A step as JSON values."""
     alerts = [
@@ -87,17 +77,19 @@ def record(judgement: Judgement, worst: list[DriftedToken]) -> dict[str, Any]:
         }
         for alert in judgement.alerts
     ]
-    found = {
-        "step": judgement.step,
-        "verdict": judgement.verdict,
-        "reasons": judgement.reasons,
-        "metrics": judgement.metrics,
-        "firing": judgement.firing,
-        "alerts": alerts,
-        "diagnoses": [dataclasses.asdict(diagnosis) for diagnosis in judgement.diagnoses],
-        "worst": [dataclasses.asdict(token) for token in worst],
-    }
-    return {key: plain(value) for key, value in found.items()}
+    found: dict[str, Any] = plain(
+        {
+            "step": judgement.step,
+            "verdict": judgement.verdict,
+            "reasons": judgement.reasons,
+            "metrics": judgement.metrics,
+            "firing": judgement.firing,
+            "alerts": alerts,
+            "diagnoses": [dataclasses.asdict(diagnosis) for diagnosis in judgement.diagnoses],
+            "worst": [dataclasses.asdict(token) for token in worst],
+        }
+    )
+    return found
 
 
 def token_row(token: DriftedToken) -> list[Any]:
