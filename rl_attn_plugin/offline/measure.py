@@ -75,17 +75,19 @@ def measure(
     )
     texts = _Texts()
     with Steps(over_threshold=options.over_threshold, worst=options.worst, groups=labels) as steps:
-        stepless = True
-        tokens = 0
-        sizes = [path.stat().st_size for path in files]
-        for i, path in enumerate(files):
+        done = tokens = 0
+        sizes = {path: path.stat().st_size for path in files}
+        size = sum(sizes.values())
+        for path in files:
             for piece in _pieces(path, names[path], reading):
                 texts.learn(piece.texts)
                 tokens += _update(steps, piece)
                 if progress is not None:
-                    progress(sum(sizes[:i]), sum(sizes), tokens)
-            stepless = stepless and step_of(path) is None
-        stepless = stepless and not any("step" in found.columns for found in reading.files)
+                    progress(done, size, tokens)
+            done += sizes[path]
+        stepless = all(step_of(path) is None for path in files) and not any(
+            "step" in found.columns for found in reading.files
+        )
         _refuse(reading, options)
         return _judged(", ".join(str(path) for path in given), steps, reading, options, texts, stepless)
 
@@ -150,8 +152,11 @@ def _judged(
 ) -> RunDrift:
     silent = [_silent(rule) for rule in options.rules]
     watch = Watch(silent, min_tokens=options.min_tokens)
-    judged = [watch.judge(step, monitor) for step, monitor in steps]
-    total = steps.total()
+    judged: list[Judgement] = []
+    total = steps.nothing()
+    for step, monitor in steps:  # once: most of them lie on disk
+        judged.append(watch.judge(step, monitor))
+        total = total.merge(monitor)
     tokenizer = options.tokenizer or (texts if texts else None)
     at_once = [_silent(rule, window=1) for rule in options.rules]
     whole = Watch(at_once, min_tokens=options.min_tokens).judge(0, total)

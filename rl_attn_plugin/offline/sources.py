@@ -43,12 +43,9 @@ def step_of(path: Path) -> int | None:
     """The step that a file's name or folder says, None if none: 12 of ``step_12/rank_0.jsonl``, ``train_data_step12.jsonl``
     and ``12.jsonl``."""
     stem = path.name.partition(".")[0]
-    if stem.isdecimal():
-        return int(stem)
-    for part in (stem, path.parent.name):
-        if said := _STEP.findall(part):
-            return int(said[-1])
-    return None
+    said = [stem] if stem.isdecimal() else _STEP.findall(stem) or _STEP.findall(path.parent.name)
+    # a number that no integer of 64 bits holds is a name, not a step
+    return int(said[-1]) if said and int(said[-1]) < 2**63 else None
 
 
 def is_table(path: Path) -> bool:

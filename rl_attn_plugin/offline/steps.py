@@ -41,7 +41,7 @@ class Steps:
         """The monitor of a step, until the next call."""
         found = self._open.pop(step, None)
         if found is None:
-            found = self._load(step) if step in self._known else DriftMonitor(**self._settings)
+            found = self._load(step) if step in self._known else self.nothing()
             self._known.add(step)
         self._open[step] = found
         if len(self._open) > _OPEN:
@@ -55,15 +55,9 @@ class Steps:
             found = self._open.get(step)
             yield step, self._load(step) if found is None else found
 
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def total(self) -> DriftMonitor:
-        """All steps together."""
-        whole = DriftMonitor(**self._settings)
-        for _, monitor in self:
-            whole = whole.merge(monitor)
-        return whole
+    def nothing(self) -> DriftMonitor:
+        """A monitor with the same settings that has seen nothing."""
+        return DriftMonitor(**self._settings)
 
     def _file(self, step: int) -> Path:
         return Path(self._folder.name) / f"{step}.pt"

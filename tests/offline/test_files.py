@@ -188,6 +188,10 @@ def test_steps_from_names_of_files_and_folders(samples: list[Sample], tmp_path: 
         same(run, runs[0])
         for step, other in zip(run.steps, runs[0].steps, strict=True):
             assert step.metrics["dlogp/abs_mean"] == pytest.approx(other.metrics["dlogp/abs_mean"], rel=1e-11)
+    assert (
+        step_of(Path("a/9223372036854775808.jsonl")) is None
+        and step_of(Path("9223372036854775807.jsonl")) == 2**63 - 1
+    )
     assert step_of(Path("a/rollout.jsonl")) is None and step_of(Path("x/step=3/data.parquet")) == 3
 
 
