@@ -98,12 +98,16 @@ class Check:
     origin: str
 
     @property
-    def passed(self) -> bool | None:
-        """Whether all tokens together are within the bound and no step fired; None where it cannot be told."""
+    def within(self) -> bool | None:
+        """Whether all tokens together are within the bound; None where it cannot be told."""
         if self.value is None:
             return None
-        within = self.value >= self.bound if self.below else self.value <= self.bound
-        return within and not self.fired
+        return self.value >= self.bound if self.below else self.value <= self.bound
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether they are and no step fired."""
+        return None if self.within is None else self.within and not self.fired
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rl_attn_plugin.replay import AttentionComparisonReport, AttentionPathDrift
+from rl_attn_plugin.report.console import STYLES, panel
 from rl_attn_plugin.report.words import kept, largest, number, percent, visible
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 QUESTION = "Does a row’s result depend on how it was computed?"
 SIGN = "difference = reference − candidate; dlogp = logp_trainer − logp_rollout, nats"
 
-_STYLES = {"PASS": "green", "DRIFT": "red", "INCONCLUSIVE": "yellow"}
 _FP64, _UNFUSED, _FP8 = "fp64_merge", "unfused_rope_attention", "fp8_kv_cache"
 _OWN_PREFILL = ":prefill"
 _WIDE, _ROOMY = 98, 112  # columns below which the table leaves some out, and from which it has air
@@ -217,7 +217,6 @@ def print_comparisons(reports: Sequence[AttentionComparisonReport], console: Con
     Raises:
         ValueError: there is none.
     """
-    from rich.panel import Panel
     from rich.text import Text
 
     verdict, why = verdict_of(reports), reasons(reports)
@@ -228,14 +227,11 @@ def print_comparisons(reports: Sequence[AttentionComparisonReport], console: Con
         lines.append(f"\n• and {len(why) - _MOST_REASONS} more")
     for finding in findings(reports):
         lines.append(f"\n• {visible(finding)}", style="dim")
-    label = Text(f" {verdict} ", style=f"bold reverse {_STYLES[verdict]}")
-    console.print(
-        Panel(lines, title=label, title_align="left", border_style=_STYLES[verdict], padding=(1, 2))
-    )
+    console.print(panel(verdict, lines))
     console.print(Text(f"{SIGN}.", style="dim"))
     for report in reports:
         title = Text.assemble(
-            (visible(report.label) or "inputs", "bold"), (f"  {report.verdict}", _STYLES[report.verdict])
+            (visible(report.label) or "inputs", "bold"), (f"  {report.verdict}", STYLES[report.verdict])
         )
         console.print(Text("\n").append_text(title))
         for line in (shape_line(report), schedule_line(report)):

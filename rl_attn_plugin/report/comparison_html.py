@@ -57,6 +57,7 @@ def render_comparison_html(reports: Sequence[AttentionComparisonReport]) -> str:
     charts = [chart_rows(report) for report in reports]
     return page.render(
         "comparison",
+        verdict=verdict,
         data={"layers": charts},
         draws=any(charts),
         styles=("report", "comparison"),
@@ -65,7 +66,6 @@ def render_comparison_html(reports: Sequence[AttentionComparisonReport]) -> str:
         groups=[comparison.Groups.of([report]) for report in reports],
         opened=[len(reports) <= _OPEN or report.verdict != "PASS" for report in reports],
         overview=_overview(reports),
-        verdict=verdict,
         say=comparison,
         provenance_of=_provenance,
         absent=_absent(reports),

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 from rl_attn_plugin.monitor import Bin, DriftedToken
 from rl_attn_plugin.offline import DriftFilesReport, RunDrift
 from rl_attn_plugin.offline.result import Check
+from rl_attn_plugin.report.console import marked, panel, titled_table
 from rl_attn_plugin.report.words import SIGN, number, percent, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
 STEP_METRICS = ("dlogp/abs_mean", "dlogp/abs_p99", "kl/k3", "ess")
 """What the table of steps shows of each."""
 
-_STYLES = {"PASS": "green", "DRIFT": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
 _MOST_STEPS, _MOST_BINS, _MOST_WORST, _MOST_PROBLEMS = 12, 16, 6, 8  # in the terminal; the page has more
 _BESIDE_CONTEXT = 60  # columns of the table of worst tokens that are not context
 _BARS = "▁▂▃▄▅▆▇█"
@@ -52,10 +51,12 @@ def first_firing(run: RunDrift) -> int | None:
 
 
 def untold(run: RunDrift) -> list[str]:
-    """Reasons that the list of numbers and bounds does not tell already."""
-    told = tuple(f"{check.metric} is " for check in run.checks)
-    steps = "from step"  # of a rule that fires at steps alone
-    return [reason for reason in run.reasons if not reason.startswith(told) or steps in reason]
+    """Reasons that the list of numbers and bounds does not tell already: not those of a number over all tokens."""
+    if run.verdict == "PASS" or (
+        run.verdict == "DRIFT" and any(check.within is False for check in run.checks)
+    ):
+        return []
+    return run.reasons
 
 
 def bound(check: Check) -> str:
@@ -101,28 +102,16 @@ def print_drift_files(report: DriftFilesReport, console: Console) -> None:
         report: what to print.
         console: where.
     """
-    from rich.panel import Panel
     from rich.text import Text
 
     run, against = report.run, report.against
-    style = _STYLES[run.verdict]
     lines = Text(headline(run, report.min_tokens), style="bold")
-    for reason in untold(run) if run.verdict == "PASS" else run.reasons:
+    for reason in [] if run.verdict == "PASS" else run.reasons:
         lines.append(f"\n• {visible(reason)}", style="not bold")
     for found in run.diagnoses:
         lines.append(f"\n{found.name} ({percent(found.confidence)}): ", style="bold")
         lines.append(visible(found.message), style="not bold")
-    console.print(
-        Panel(
-            lines,
-            title=Text(f" {run.verdict} ", style=f"bold reverse {style}"),
-            title_align="left",
-            subtitle=Text(visible(run.name), style="dim"),
-            subtitle_align="right",
-            border_style=style,
-            padding=(1, 2),
-        )
-    )
+    console.print(panel(run.verdict, lines, run.name))
     console.print(Text(f"{SIGN}.", style="dim"))
     console.print(_checks(run, against))
     if len(run.steps) > 1:
@@ -139,15 +128,8 @@ def print_drift_files(report: DriftFilesReport, console: Console) -> None:
             _print_problems(each, console)
 
 
-def _table(title: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-
-
 def _checks(run: RunDrift, against: RunDrift | None) -> Table:
-    table = _table("\nEach number and its bound")
+    table = titled_table("\nEach number and its bound")
     table.add_column("metric", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     if against:
@@ -163,7 +145,7 @@ def _checks(run: RunDrift, against: RunDrift | None) -> Table:
 def _steps(run: RunDrift) -> Table:
     shown = worth_showing(run)
     sizes = [step.metrics.get("dlogp/abs_mean") for step in run.steps]
-    table = _table(f"\nStep by step, mean |dlogp| {_spark(sizes)}")
+    table = titled_table(f"\nStep by step, mean |dlogp| {_spark(sizes)}")
     if len(shown) < len(run.steps):
         table.caption = f"{len(shown)} of {len(run.steps)} steps; the page has them all"
         table.caption_justify = "left"
@@ -196,7 +178,7 @@ def _spark(values: Sequence[float | None], width: int = 40) -> str:
 
 
 def _bins(name: str, bins: Sequence[Bin], against: Sequence[Bin] | None) -> Table:
-    table = _table(f"\nBy {visible(name)}")
+    table = titled_table(f"\nBy {visible(name)}")
     table.add_column(
         visible(name), overflow="ellipsis", max_width=24 if against is None else 15, no_wrap=True
     )
@@ -221,7 +203,7 @@ def _bins(name: str, bins: Sequence[Bin], against: Sequence[Bin] | None) -> Tabl
 
 
 def _worst(title: str, tokens: Sequence[DriftedToken], width: int) -> Table:
-    table = _table(title)
+    table = titled_table(title)
     for name in ("dlogp", "p trainer", "p rollout", "step", "sample", "at"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("in context", no_wrap=True, overflow="ellipsis")
@@ -233,7 +215,7 @@ def _worst(title: str, tokens: Sequence[DriftedToken], width: int) -> Table:
             str(token.step),
             place_of(token.sequence),
             place_of(token.position),
-            _cut(token, room),
+            marked(*in_context(token), room, room * 3 // 4),
         )
     return table
 
@@ -241,18 +223,6 @@ def _worst(title: str, tokens: Sequence[DriftedToken], width: int) -> Table:
 def probability(logp: float) -> float | None:
     """Of a log-prob; None where it is none."""
     return math.exp(logp) if logp <= 0 else None
-
-
-def _cut(token: DriftedToken, width: int) -> Text:
-    """The token and what surrounds it, two thirds of the room before it."""
-    from rich.text import Text
-
-    before, text, after = (visible(part) for part in in_context(token))
-    text = (text or "∅")[: width * 3 // 4]
-    room = width - len(text)
-    return Text.assemble(
-        (before[-(room * 2 // 3) :], "dim"), (text, "bold reverse"), (after[: room // 3], "dim")
-    )
 
 
 def problems_found(run: RunDrift) -> str:

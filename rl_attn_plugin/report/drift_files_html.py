@@ -27,6 +27,7 @@ def render_drift_files_html(report: DriftFilesReport) -> str:
     compared = any(each.metrics.get("tokens/compared") for each in runs)
     return page.render(
         "drift_files",
+        verdict=run.verdict,
         data=chart_data(runs),
         draws=compared,
         styles=("report", "drift_files"),
@@ -71,18 +72,15 @@ def chart_data(runs: list[RunDrift]) -> dict[str, Any]:
                     for check in run.checks
                 },
                 "histogram": histogram(each),
-                "position": [
-                    [found.low, found.high, found.count, found.abs_mean, found.abs_p99, found.label]
-                    for found in each.tables.get("position", [])
-                ],
-                "probability": [
-                    [found.low, found.high, found.count, found.abs_mean, found.abs_p99, found.label]
-                    for found in each.tables.get("probability", [])
-                ],
+                **{name: _curve(each.tables.get(name, [])) for name in ("position", "probability")},
             }
             for each in runs
         ],
     }
+
+
+def _curve(bins: list[Bin]) -> list[list[float | str | None]]:
+    return [[b.low, b.high, b.count, b.abs_mean, b.abs_p99, b.label] for b in bins]
 
 
 def histogram(run: RunDrift) -> dict[str, Any]:

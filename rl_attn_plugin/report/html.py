@@ -56,6 +56,7 @@ def render_html(
     """
     return page.render(
         "report",
+        verdict=report.verdict,
         data=chart_data(report, table),
         draws=bool(report.arms),
         styles=("report",),

@@ -22,17 +22,19 @@ _TEMPLATES = Path(__file__).parent / "templates"
 def render(
     name: str,
     *,
+    verdict: str,
     data: Any,
     draws: bool,
     styles: Sequence[str],
     filters: Mapping[str, Any] | None = None,
     **values: Any,
 ) -> str:
-    """A page as text, from ``templates/<name>.html.j2`` and ``templates/<name>.js``.
+    """A page as text: ``templates/<name>.html.j2`` fills ``base.html.j2``, ``templates/<name>.js`` draws with ``page.js``.
 
     Args:
         name: of the page.
-        data: plain JSON values for the script, which finds them in ``#data``.
+        verdict: that its heading and colour say.
+        data: plain JSON values for the script, which finds them as ``Page.data``.
         draws: whether there is anything to draw; without, plotly's four megabytes are left out.
         styles: of ``templates/``, in order.
         filters: of this page's template beside the common ones.
@@ -62,9 +64,11 @@ def render(
         **(filters or {}),
     }
     plotly_js = get_plotlyjs().replace("\r\n", "\n") if draws else ""
-    script = _text(f"{name}.js")
+    drawing = _text(f"{name}.js")
+    script = _text("page.js") + drawing
     return environment.get_template(f"{name}.html.j2").render(
         words=words,
+        verdict=verdict,
         data=_json_for_script(data),
         style="".join(_text(f"{style}.css") for style in styles),
         script=script,

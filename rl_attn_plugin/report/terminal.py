@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_attn_plugin.drift import TOTAL, DriftReport, WorstToken
+from rl_attn_plugin.drift import TOTAL, DriftReport
+from rl_attn_plugin.report.console import marked, panel, titled_table
 from rl_attn_plugin.report.words import (
     PATH_LABELS,
     SIGN,
@@ -29,11 +30,9 @@ from rl_attn_plugin.report.words import (
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     from rl_attn_plugin.replay import AttentionComparisonReport
 
-_STYLES = {"PASS": "green", "DRIFT": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
 _WORST = 6
 _WIDE = 96  # columns below which the table of statistics leaves some out
 _BESIDE_CONTEXT = 56  # columns of the table of worst tokens that are not context
@@ -54,25 +53,12 @@ def print_report(
         manifest: of the run, for the model and how its tokens were drawn.
         comparisons: of layers of the model, see `rl_attn_plugin.replay`.
     """
-    from rich.panel import Panel
     from rich.text import Text
 
-    style = _STYLES[report.verdict]
     lines = Text(headline(report), style="bold")
     for reason in report.reasons:
         lines.append(f"\n• {visible(reason)}", style="not bold")
-    subtitle = visible(_model(manifest)) or None
-    console.print(
-        Panel(
-            lines,
-            title=Text(f" {report.verdict} ", style=f"bold reverse {style}"),
-            title_align="left",
-            subtitle=Text(subtitle, style="dim") if subtitle else None,
-            subtitle_align="right",
-            border_style=style,
-            padding=(1, 2),
-        )
-    )
+    console.print(panel(report.verdict, lines, _model(manifest)))
     if manifest is not None:
         console.print(Text(f"{Sampling.of(manifest)}.", style="dim"))
     console.print(Text(f"{SIGN}.", style="dim"))
@@ -103,15 +89,8 @@ def _model(manifest: Mapping[str, Any] | None) -> str:
     return " · ".join(str(model[name]) for name in ("name", "dtype") if model.get(name))
 
 
-def _table(title: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-
-
 def _paths(report: DriftReport, width: int) -> Table:
-    table = _table("\nTrainer (full prefill) against rollout, dlogp")
+    table = titled_table("\nTrainer (full prefill) against rollout, dlogp")
     table.add_column("arm, rollout path", no_wrap=True)
     wide = width >= _WIDE
     names = (
@@ -144,7 +123,7 @@ def _paths(report: DriftReport, width: int) -> Table:
 
 
 def _steps(report: DriftReport) -> Table:
-    table = _table("Telescoped steps, mean |·| and share of the arm's drift")
+    table = titled_table("Telescoped steps, mean |·| and share of the arm's drift")
     table.add_column("step")
     arms = {name: arm for name, arm in report.arms.items() if any(arm.step_share.values())} or report.arms
     for arm in arms:
@@ -168,7 +147,7 @@ def _steps(report: DriftReport) -> Table:
 
 
 def _layers(comparisons: Sequence[AttentionComparisonReport]) -> Table:
-    table = _table("\nLayers of the model, every way against full prefill: largest difference")
+    table = titled_table("\nLayers of the model, every way against full prefill: largest difference")
     for name in ("layer", "path"):
         table.add_column(name, no_wrap=True)
     for name in ("out", "lse"):
@@ -190,7 +169,7 @@ def _layers(comparisons: Sequence[AttentionComparisonReport]) -> Table:
 
 
 def _worst(report: DriftReport, width: int) -> Table:
-    table = _table(f"\nWorst tokens, arm {report.arm_under_test}")
+    table = titled_table(f"\nWorst tokens, arm {report.arm_under_test}")
     for name in ("dlogp", "p trainer", "p rollout", "sample", "position"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("in context", no_wrap=True, overflow="ellipsis")
@@ -201,16 +180,6 @@ def _worst(report: DriftReport, width: int) -> Table:
             *(number(math.exp(logp)) for logp in (token.logp_trainer, token.logp_rollout)),
             str(token.sample),
             str(token.position),
-            _in_context(token, context),
+            marked(token.before, token.text, token.after, context, context // 2),
         )
     return table
-
-
-def _in_context(token: WorstToken, width: int) -> Text:
-    """The token and what surrounds it, two thirds of the room before it."""
-    from rich.text import Text
-
-    text = (visible(token.text) or "∅")[: width // 2]
-    room = width - len(text)
-    before, after = visible(token.before)[-(room * 2 // 3) :], visible(token.after)[: room // 3]
-    return Text.assemble((before, "dim"), (text, "bold reverse"), (after, "dim"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-from tests.report.browser import CHROMIUM
+from tests.report.browser import CHROMIUM, Opened
 
 
 @pytest.fixture(scope="module")
@@ -19,3 +21,15 @@ def browser() -> Iterator[Browser]:
         )
         yield launched
         launched.close()
+
+
+@pytest.fixture
+def open_file(browser: Browser) -> Iterator[Callable[..., Opened]]:
+    """Opens files, at a width and in a colour scheme, and closes them after the test."""
+
+    def opened(path: Path, width: int = 1280, scheme: Any = "light") -> Opened:
+        return Opened.of(browser, path, width, scheme)
+
+    yield opened
+    for context in list(browser.contexts):
+        context.close()

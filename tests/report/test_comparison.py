@@ -7,13 +7,13 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Page
 from rich.console import Console
 
 from rl_attn_plugin.replay import (
@@ -38,7 +38,7 @@ from rl_attn_plugin.report.comparison import (
 from rl_attn_plugin.report.comparison_html import chart_rows, render_comparison_html, write_comparison_html
 from rl_attn_plugin.report.words import largest, number
 from tests.replay.te_wheels import installed
-from tests.report.browser import needs_browser
+from tests.report.browser import Opened, needs_browser
 
 HOSTILE = "</script><script>window.owned=1</script><b>&amp;\x1b[31m\u202e[bold]x[/bold]"
 NOTHING = TensorDrift(None, None, None, None, None, 0, 0, 0, True)
@@ -257,44 +257,17 @@ def test_a_page_without_a_row(report: AttentionComparisonReport) -> None:
 # page in a browser
 
 
-@dataclass
-class Opened:
-    """A page, and what it said and asked for while it was open."""
-
-    page: Page
-    said: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
-
-    def quiet_and_offline(self) -> None:
-        assert self.said == [] and [url for url in self.asked if not url.startswith("data:")] == [
-            self.page.url.split("#")[0]
-        ]
-        assert self.page.evaluate("window.owned") is None
-
-
 Open = Callable[..., Opened]
 
 
 @pytest.fixture
-def opened(browser: Browser, tmp_path: Path) -> Iterator[Open]:
-    contexts = []
-
+def opened(open_file: Open, tmp_path: Path) -> Open:
     def make(reports: list[AttentionComparisonReport], width: int = 1280, scheme: Any = "light") -> Opened:
         path = tmp_path / "comparison.html"
         write_comparison_html(reports, path)
-        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
-        contexts.append(context)
-        found = Opened(context.new_page())
-        found.page.on("console", lambda message: found.said.append(message.text))
-        found.page.on("pageerror", lambda error: found.said.append(str(error)))
-        found.page.on("request", lambda request: found.asked.append(request.url))
-        found.page.goto(path.as_uri())
-        found.page.wait_for_selector("html[data-drawn=yes]", state="attached", timeout=60_000)
-        return found
+        return open_file(path, width, scheme)
 
-    yield make
-    for context in contexts:
-        context.close()
+    return make
 
 
 def cells(it: Opened, table: int, row: int) -> dict[str, str]:

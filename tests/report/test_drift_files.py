@@ -5,21 +5,20 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, Page
 from rich.console import Console
 
 from rl_attn_plugin.offline import DriftFilesReport, Options, RunDrift, Wanted, measure
 from rl_attn_plugin.report.drift_files import headline, print_drift_files, worth_showing
 from rl_attn_plugin.report.drift_files_html import histogram, render_drift_files_html
 from rl_attn_plugin.report.words import visible
-from tests.report.browser import needs_browser
+from tests.report.browser import Opened, needs_browser
 from tests.report.factory import HOSTILE
 
 _TEXTS = ["the", " and", " 84", "\n", " <b>", HOSTILE, "\x1b[31m", "\u202eabc", " %{x}", "&lt;"]
@@ -147,49 +146,23 @@ def test_of_many_steps_the_first_the_last_the_worst_and_the_first_that_fires_are
     assert {0, 38, 40, peak} <= set(shown) and len(shown) <= 14
 
 
-@dataclass
-class Opened:
-    """A page, and what it said and asked for while it was open."""
-
-    page: Page
-    said: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
-
-    def data(self, chart: str) -> Any:
-        return self.page.evaluate(
-            "id => document.getElementById(id).data.map(t => ({name: t.name, x: [...t.x], y: [...t.y]}))",
-            chart,
-        )
-
-    def quiet_and_offline(self) -> None:
-        assert self.said == []
-        assert [url for url in self.asked if not url.startswith("data:")] == [self.page.url]
-        assert self.page.evaluate("window.owned") is None
-
-
 Open = Callable[..., Opened]
 
 
 @pytest.fixture
-def opened(browser: Browser, tmp_path: Path) -> Iterator[Open]:
-    contexts = []
-
+def opened(open_file: Open, tmp_path: Path) -> Open:
     def make(report: DriftFilesReport, width: int = 1280, scheme: Any = "light") -> Opened:
         path = tmp_path / "report.html"
         path.write_text(render_drift_files_html(report), "utf-8", errors="replace")
-        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
-        contexts.append(context)
-        found = Opened(context.new_page())
-        found.page.on("console", lambda message: found.said.append(message.text))
-        found.page.on("pageerror", lambda error: found.said.append(str(error)))
-        found.page.on("request", lambda request: found.asked.append(request.url))
-        found.page.goto(path.as_uri())
-        found.page.wait_for_selector("html[data-drawn=yes]", state="attached", timeout=60_000)
-        return found
+        return open_file(path, width, scheme)
 
-    yield make
-    for context in contexts:
-        context.close()
+    return make
+
+
+def traces(it: Opened, chart: str) -> Any:
+    return it.page.evaluate(
+        "id => document.getElementById(id).data.map(t => ({name: t.name, x: [...t.x], y: [...t.y]}))", chart
+    )
 
 
 @needs_browser
@@ -204,17 +177,17 @@ def test_every_chart_is_drawn_from_the_runs_numbers(
     wide, inner = it.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     assert wide <= inner == width
     for i, check in enumerate(run.checks):
-        drawn = {trace["name"]: trace for trace in it.data(f"series-{i}")}
+        drawn = {trace["name"]: trace for trace in traces(it, f"series-{i}")}
         values = [step.metrics[check.metric] for step in run.steps]
         assert drawn[visible(run.name)]["x"] == [0, 1, 2, 3]
         assert drawn[visible(run.name)]["y"] == pytest.approx(values)
         firing = [step.step for step in run.steps if check.metric in step.firing]
         assert drawn.get("fires", {"x": []})["x"] == firing
-    shares = it.data("histogram")
+    shares = traces(it, "histogram")
     assert len(shares) == 4
     assert math.fsum(y or 0 for trace in shares[:2] for y in trace["y"]) == pytest.approx(1)
     for chart in ("position", "probability"):
-        drawn_curves = it.data(chart)
+        drawn_curves = traces(it, chart)
         for k, each in enumerate((run, good)):
             bins = each.tables[chart]
             assert drawn_curves[k]["y"] == [found.abs_mean for found in bins]
@@ -229,16 +202,7 @@ def test_every_chart_is_drawn_from_the_runs_numbers(
 def test_no_chart_text_is_cut(opened: Open, tmp_path: Path, width: int) -> None:
     run, _ = measured(tmp_path, fault=2)
     it = opened(report_of(run), width)
-    cut = it.page.evaluate(
-        """() => [...document.querySelectorAll(".chart")].flatMap(chart => {
-             const frame = chart.getBoundingClientRect();
-             return [...chart.querySelectorAll("text")].filter(text => text.textContent.trim()).filter(text => {
-               const box = text.getBoundingClientRect();
-               return box.left < frame.left - 1 || box.right > frame.right + 1 || box.bottom > frame.bottom + 1;
-             }).map(text => `${chart.id}: ${text.textContent}`);
-           })"""
-    )
-    assert cut == []
+    assert it.cut_texts() == []
 
 
 @needs_browser

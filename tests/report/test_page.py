@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Page
 
 from rl_attn_plugin.drift import DriftReport, Thresholds, summarize
 from rl_attn_plugin.report import write_html
 from rl_attn_plugin.report.words import visible
-from tests.report.browser import needs_browser
+from tests.report.browser import Opened, needs_browser
 from tests.report.factory import HOSTILE, run
 
 pytestmark = needs_browser
@@ -37,14 +37,16 @@ _TEXT_COLOURS = ("ink", "soft", "good", "bad", "unsure", "broken", "tested")
 
 
 @dataclass
-class Opened:
-    """A page, and what it said and asked for while it was open."""
+class Shown:
+    """An opened report, and what it was made from."""
 
-    page: Page
+    opened: Opened
     report: DriftReport
     table: pa.Table
-    said: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
+
+    @property
+    def page(self) -> Page:
+        return self.opened.page
 
     def marks(self, chart: str) -> int:
         return self.page.locator(f"#{chart} {_MARKS[chart]}").count()
@@ -57,42 +59,25 @@ class Opened:
         return found
 
 
-Open = Callable[..., Opened]
+Open = Callable[..., Shown]
 
 
 @pytest.fixture
-def opened(browser: Browser, tmp_path: Path) -> Iterator[Open]:
-    contexts = []
-
-    def make(table: pa.Table, manifest: dict[str, Any], width: int = 1280, scheme: Any = "light") -> Opened:
+def opened(open_file: Callable[..., Opened], tmp_path: Path) -> Open:
+    def make(table: pa.Table, manifest: dict[str, Any], width: int = 1280, scheme: Any = "light") -> Shown:
         report = summarize(table, arm_under_test="plugin", thresholds=Thresholds(), min_tokens=200)
         path = tmp_path / "report.html"
         write_html(report, table, manifest, path)
-        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
-        contexts.append(context)
-        found = Opened(context.new_page(), report, table)
-        found.page.on("console", lambda message: found.said.append(message.text))
-        found.page.on("pageerror", lambda error: found.said.append(str(error)))
-        found.page.on("request", lambda request: found.asked.append(request.url))
-        found.page.goto(path.as_uri())
-        found.page.wait_for_selector("html[data-drawn=yes]", state="attached", timeout=60_000)
-        return found
+        return Shown(open_file(path, width, scheme), report, table)
 
-    yield make
-    for context in contexts:
-        context.close()
-
-
-def quiet_and_offline(opened: Opened) -> None:
-    assert opened.said == []
-    assert [url for url in opened.asked if not url.startswith("data:")] == [opened.page.url]
+    return make
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_every_chart_is_drawn_from_the_runs_numbers(opened: Open, width: int, scheme: str) -> None:
     table, manifest = run()
     it = opened(table, manifest, width, scheme)
-    quiet_and_offline(it)
+    it.opened.quiet_and_offline()
     wide, inner = it.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     assert wide <= inner == width
 
@@ -121,16 +106,7 @@ def test_every_chart_is_drawn_from_the_runs_numbers(opened: Open, width: int, sc
 @pytest.mark.parametrize("width", [1280, 390])
 def test_no_chart_text_is_cut_or_overlaps_its_neighbour(opened: Open, width: int) -> None:
     it = opened(*run(), width)
-    cut = it.page.evaluate(
-        """() => [...document.querySelectorAll(".chart")].flatMap(chart => {
-             const frame = chart.getBoundingClientRect();
-             return [...chart.querySelectorAll("text")].filter(text => text.textContent.trim()).filter(text => {
-               const box = text.getBoundingClientRect();
-               return box.left < frame.left - 1 || box.right > frame.right + 1 || box.bottom > frame.bottom + 1;
-             }).map(text => `${chart.id}: ${text.textContent}`);
-           })"""
-    )
-    assert cut == []
+    assert it.opened.cut_texts() == []
 
 
 def test_verdict_reasons_and_numbers_stand_on_top(opened: Open) -> None:
@@ -177,7 +153,7 @@ def test_model_text_stays_text(opened: Open) -> None:
     for sample in manifest["samples"]:
         sample["prompt_text"] = f"prompt {HOSTILE}"
     it = opened(table, manifest)
-    quiet_and_offline(it)
+    it.opened.quiet_and_offline()
     assert it.page.evaluate("window.owned") is None
     assert it.page.locator("script").count() == 3 and it.page.locator("main img, main b b").count() == 0
     assert it.page.title() == f"PASS · model {HOSTILE}"
@@ -192,7 +168,7 @@ def test_model_text_stays_text(opened: Open) -> None:
         )
         label = "document.querySelector('#scatter-1 .hoverlayer .nums')?.textContent"
         eventually(it.page, f"{label}.startsWith({json.dumps(text + 'rollout ')})", bool)
-    assert it.said == [] and it.page.evaluate("window.owned") is None
+    assert it.opened.said == [] and it.page.evaluate("window.owned") is None
 
 
 def test_the_browser_itself_forbids_other_scripts_and_the_network(opened: Open) -> None:
@@ -203,7 +179,7 @@ def test_the_browser_itself_forbids_other_scripts_and_the_network(opened: Open) 
     )
     assert it.page.evaluate("window.owned") is None
     assert it.page.evaluate("fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')") == "refused"
-    assert any("Content Security Policy" in message for message in it.said)
+    assert any("Content Security Policy" in message for message in it.opened.said)
 
 
 def test_colours_follow_the_readers_choice_and_are_readable(opened: Open) -> None:
@@ -223,7 +199,7 @@ def test_colours_follow_the_readers_choice_and_are_readable(opened: Open) -> Non
             assert _contrast(style[name], style["page"]) >= 4.5, (scheme, name)
         assert _contrast(style["mark-ink"], style["mark"]) >= 4.5, scheme
         assert (it.page.evaluate(bar) != light[1]) == (scheme == "dark")
-    quiet_and_offline(it)
+    it.opened.quiet_and_offline()
 
 
 def test_it_prints(opened: Open) -> None:
@@ -236,7 +212,7 @@ def test_it_prints(opened: Open) -> None:
     )
     pdf = it.page.pdf(format="A4")
     assert pdf.startswith(b"%PDF") and len(pdf) > 30_000
-    quiet_and_offline(it)
+    it.opened.quiet_and_offline()
 
 
 @pytest.mark.parametrize("state", ["missing", "few", "empty", "equal", "bare", "one token"])
@@ -256,7 +232,7 @@ def test_every_state_of_a_run_opens(opened: Open, state: str) -> None:
         verdict, words = "PASS", "every number is within its bound"
         manifest = manifest if state == "equal" else {}
     it = opened(table, manifest, 390)
-    quiet_and_offline(it)
+    it.opened.quiet_and_offline()
     assert it.page.locator("h1").inner_text() == verdict == it.report.verdict
     assert words in it.page.locator("header").inner_text()
     wide, inner = it.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")

@@ -1,12 +1,7 @@
-"use strict";
-// Draws each layer's chart from the JSON in #data, in the colours of the style sheet, and again when these change.
+// Draws each layer's chart.
 (() => {
-  const layers = JSON.parse(document.getElementById("data").textContent).layers;
-  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  // plotly reads a few tags in texts: a path's name must not be one of them
-  const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  const short = (value) => (value === null ? "–" : value === "inf" ? "∞" : value === 0 ? "0"
-    : Math.abs(value) < 1e-3 ? value.toExponential(1) : value.toPrecision(3));
+  const { css, escaped, short } = Page;
+  const layers = Page.data.layers;
 
   // One scale for all layers. Equal bits have no place on a logarithm: they get their own to the left of it, infinity to the right.
   const sizes = layers.flat().flatMap((row) => [row.max, row.p99]).filter((v) => typeof v === "number" && v > 0).map(Math.log10);
@@ -46,10 +41,8 @@
     ];
     const size = narrow ? 11 : 13;
     chart.style.height = `${y * 26 + 56}px`;
-    Plotly.react(chart, traces, {
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 8, r: 14, t: 4, b: 8 }, showlegend: false, hovermode: "closest",
-      font: { family: css("--sans"), size, color: css("--soft") },
-      hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), size: 13 }, align: "left" },
+    Page.draw(chart, traces, {
+      margin: { l: 8, r: 14, t: 4, b: 8 }, showlegend: false, font: { family: css("--sans"), size, color: css("--soft") },
       xaxis: {
         type: "log", range: [low - (tiny ? 1.8 : 1.3), high + (infinite ? 1.2 : 0) + (tiny ? 3 : narrow ? 1.5 : 0.8)], fixedrange: true, automargin: true, gridcolor: css("--grid"),
         zeroline: false, tickangle: 0, title: { text: "|reference − candidate| of out", standoff: 8, font: { size } },
@@ -63,14 +56,10 @@
       },
       // what is equal stands on its own ground
       shapes: [{ type: "line", xref: "x", yref: "paper", x0: 10 ** (low - 0.15), x1: 10 ** (low - 0.15), y0: 0, y1: 1, line: { color: css("--line"), width: 1, dash: "dot" } }],
-    }, { displayModeBar: false, responsive: true, doubleClick: false });
+    });
   }
 
-  const charts = [...document.querySelectorAll(".chart")];
-  const all = () => { charts.forEach(draw); document.documentElement.dataset.drawn = "yes"; };
-  all();
+  Page.run(() => document.querySelectorAll(".chart").forEach(draw));
   document.querySelectorAll("details.layer").forEach((layer) =>
     layer.addEventListener("toggle", () => layer.querySelectorAll(".chart").forEach(draw)));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", all);
-  matchMedia("print").addEventListener("change", all);
 })();

@@ -1,30 +1,10 @@
-"use strict";
-// Draws the charts from the JSON in #data, in the colours of the style sheet, and again when these change.
+// Draws the charts of the drift of files.
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  if (!window.Plotly) { document.documentElement.dataset.drawn = "yes"; return; }
-
-  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  // plotly reads a few tags in texts: names of files must not be one of them
-  const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const { data, css, escaped, axis, draw } = Page;
   const there = (id) => document.getElementById(id) !== null;
   const colour = (k) => css(k ? "--other" : "--tested");
   const dash = (k) => (k ? "dot" : "solid");
   const total = (run) => run.histogram.zeros + [...run.histogram.positive, ...run.histogram.negative].reduce((a, b) => a + b, 0);
-
-  const axis = (title, more) => ({
-    title: { text: title, standoff: 8, font: { size: 13 } }, gridcolor: css("--grid"), linecolor: css("--line"), zerolinecolor: css("--line"),
-    tickcolor: css("--line"), automargin: true, fixedrange: true, exponentformat: "e", ...more,
-  });
-  const layout = (more) => ({
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 8, r: 14, t: 8, b: 8 },
-    font: { family: css("--sans"), size: 13, color: css("--soft") }, hovermode: "closest",
-    hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), size: 13 }, align: "left" },
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: css("--ink") }, itemclick: false, itemdoubleclick: false },
-    ...more,
-  });
-  const draw = (id, traces, look) =>
-    Plotly.react(id, traces, layout(look), { displayModeBar: false, responsive: true, doubleClick: false });
 
   function series() {
     data.checks.forEach((check, i) => {
@@ -70,7 +50,6 @@
       };
     }));
     draw("histogram", traces, {
-      legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: css("--ink") }, itemclick: false, itemdoubleclick: false },
       xaxis: axis("|dlogp|, nats", { type: "log", dtick: 1, zeroline: false }), yaxis: axis("share of tokens", { type: "log", dtick: 1, tickformat: ".0e" }),
     });
   }
@@ -95,15 +74,9 @@
     histogram();
     // from 1, so that the first token has a place on a logarithmic axis
     curves("position", "number of the token in its completion", "position", (b) => 1 + (b[1] === null ? b[0] : (b[0] + b[1]) / 2), { type: "log", zeroline: false, dtick: 1 });
-    const edges = data.probabilityEdges; // bins of unlike width are drawn equally wide
-    curves("probability", "rollout probability of the token", "probability", (b) => edges.indexOf(b[0]) + 0.5, {
-      range: [0, edges.length - 1], tickvals: edges.map((_, k) => k), ticktext: edges.map((p) => String(p).replace("0.", ".")), tickangle: 0, zeroline: false,
-    });
-    document.documentElement.dataset.drawn = "yes";
+    const edges = data.probabilityEdges;
+    curves("probability", "rollout probability of the token", "probability", (b) => edges.indexOf(b[0]) + 0.5, Page.even(edges));
   }
 
-  all();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", all);
-  const resized = () => document.querySelectorAll(".chart").forEach((chart) => Plotly.Plots.resize(chart));
-  matchMedia("print").addEventListener("change", () => { all(); resized(); });
+  Page.run(all);
 })();

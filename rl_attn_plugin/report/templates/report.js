@@ -1,30 +1,9 @@
-"use strict";
-// Draws the charts from the JSON in #data, in the colours of the style sheet, and again when these change.
+// Draws the charts of the parity report.
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  if (!data.arms.length) { document.documentElement.dataset.drawn = "yes"; return; }
-
-  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  // plotly reads a few tags in texts: model text must not be one of them
-  const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  const short = (value) => (value === 0 ? "0" : Math.abs(value) < 1e-3 ? value.toExponential(1) : value.toPrecision(3));
+  const { data, css, escaped, short, axis, draw } = Page;
   const tested = (arm) => arm.name === data.armUnderTest;
   const others = data.arms.filter((arm) => !tested(arm)).map((arm) => arm.name);
   const colour = (arm) => css(tested(arm) ? "--tested" : others.indexOf(arm.name) ? "--third" : "--other");
-
-  const axis = (title, more) => ({
-    title: { text: title, standoff: 8, font: { size: 13 } }, gridcolor: css("--grid"), linecolor: css("--line"), zerolinecolor: css("--line"),
-    tickcolor: css("--line"), automargin: true, fixedrange: true, exponentformat: "e", ...more,
-  });
-  const layout = (more) => ({
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 8, r: 14, t: 8, b: 8 },
-    font: { family: css("--sans"), size: 13, color: css("--soft") }, hovermode: "closest", bargap: 0.06,
-    hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), size: 13 }, align: "left" },
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: css("--ink") }, itemclick: false, itemdoubleclick: false },
-    ...more,
-  });
-  const draw = (id, traces, look) =>
-    Plotly.react(id, traces, layout(look), { displayModeBar: false, responsive: true, doubleClick: false });
 
   function steps() {
     const narrow = document.getElementById("steps").clientWidth < 480;
@@ -100,17 +79,11 @@
     histograms();
     curves("position", "index in the completion", "position", (b) => (b[0] + b[1]) / 2,
       (b) => (b[0] === b[1] ? `token ${b[0]}` : `tokens ${b[0]} to ${b[1]}`), { rangemode: "tozero", zeroline: false });
-    const edges = data.probabilityEdges; // bins of unlike width are drawn equally wide
+    const edges = data.probabilityEdges;
     curves("probability", "rollout probability of the token", "probability", (b) => edges.indexOf(b[0]) + 0.5,
-      (b) => `probability ${b[0]} to ${b[1]}`, {
-        range: [0, edges.length - 1], tickvals: edges.map((_, k) => k), ticktext: edges.map((p) => String(p).replace("0.", ".")), tickangle: 0, zeroline: false,
-      });
+      (b) => `probability ${b[0]} to ${b[1]}`, Page.even(edges));
     scatters();
-    document.documentElement.dataset.drawn = "yes";
   }
 
-  all();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", all);
-  const resized = () => document.querySelectorAll(".chart").forEach((chart) => Plotly.Plots.resize(chart));
-  matchMedia("print").addEventListener("change", () => { all(); resized(); });
+  Page.run(all);
 })();
